@@ -1,0 +1,24 @@
+// RMS norm of one row of C elements:  y = x * rstd * (w + offset),  rstd = 1 / sqrt(mean(x^2) +
+// eps). With g = dy * (w + offset):         dx = rstd * (g - x * rstd^2 * mean(g * x)),  dw = sum
+// over rows of dy * x * rstd. All in A = float (double for double); the maths of a row that CPU and
+// CUDA share.
+#pragma once
+#include "trainwright/types.h"
+
+TW_BEGIN
+
+template<class A>
+TW_HD A rms_rstd(A sum_of_squares, int64_t C, A eps) {
+  return A(1) / static_cast<A>(sqrt(sum_of_squares / static_cast<A>(C) + eps));
+}
+// V is A or a vector of A.
+template<class V, class A>
+TW_HD V rms_y(V x, A rstd, V w) {
+  return x * rstd * w;
+}
+template<class V, class A>
+TW_HD V rms_dx(V g, V x, A rstd, A mean_gx) {
+  return rstd * (g - x * (rstd * rstd * mean_gx));
+}
+
+TW_END

@@ -1,0 +1,223 @@
+// One SIMD register of the instruction set that this file is compiled for, as a GCC vector type: 16
+// bytes (baseline x86, NEON), 32 (AVX2) or 64 (AVX-512). Arithmetic uses the operators; `mask ? a :
+// b` selects. A kernel is written once on vec<float> or vec<double>; loads widen and stores round
+// from any storage type.
+#pragma once
+#include <math.h>
+
+#include "trainwright/types.h"
+
+#if defined(__AVX2__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define TW_VEC_BYTES 64
+#elif defined(__AVX2__)
+#define TW_VEC_BYTES 32
+#else
+#define TW_VEC_BYTES 16
+#endif
+
+TW_BEGIN
+
+template<class A>
+struct VecOf;
+template<>
+struct VecOf<float> {
+  typedef float type __attribute__((vector_size(TW_VEC_BYTES)));
+};
+template<>
+struct VecOf<double> {
+  typedef double type __attribute__((vector_size(TW_VEC_BYTES)));
+};
+template<>
+struct VecOf<int32_t> {
+  typedef int32_t type __attribute__((vector_size(TW_VEC_BYTES)));
+};
+template<>
+struct VecOf<uint32_t> {
+  typedef uint32_t type __attribute__((vector_size(TW_VEC_BYTES)));
+};
+template<class A>
+using vec = typename VecOf<A>::type;
+template<class A>
+inline constexpr int lanes = TW_VEC_BYTES / static_cast<int>(sizeof(A));
+
+using vf = vec<float>;
+using vi = vec<int32_t>;
+using vu = vec<uint32_t>;
+typedef uint16_t vh
+    __attribute__((vector_size(TW_VEC_BYTES / 2)));  // as many 16-bit lanes as vf has floats
+
+template<class A>
+TW_HD vec<A> splat(A x) {
+  return x - vec<A>{};
+}  // x - 0: keeps NaN, inf and -0
+
+// ---- bits
+// ------------------------------------------------------------------------------------------------------------
+TW_HD vf widen(bf16, vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+TW_HD vh narrow(bf16, vf x) {  // round to nearest even, NaN kept
+  const vu u = (vu)x;
+  const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const vu nan = (u >> 16) | 0x40u;
+  const vu r = (vu)(x != x) ? nan : rounded;
+#if TW_VEC_BYTES == 32
+  const __m256i p =
+      _mm256_packus_epi32((__m256i)r, (__m256i)r);  // r < 2^16: packs within each half
+  return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(p, 0xd8));
+#else
+  return __builtin_convertvector(r, vh);
+#endif
+}
+TW_HD vf widen(f16, vh h) {
+#if TW_VEC_BYTES == 64
+  return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif TW_VEC_BYTES == 32
+  return (vf)_mm256_cvtph_ps((__m128i)h);
+#else
+  vf x;
+  for (int i = 0; i < lanes<float>; ++i) x[i] = to_float(f16{h[i]});
+  return x;
+#endif
+}
+TW_HD vh narrow(f16, vf x) {
+#if TW_VEC_BYTES == 64
+  return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif TW_VEC_BYTES == 32
+  return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  vh h;
+  for (int i = 0; i < lanes<float>; ++i) h[i] = to_f16(x[i]).bits;
+  return h;
+#endif
+}
+
+// ---- load and store
+// ----------------------------------------------------------------------------------------------------
+// vload<A>(p): lanes<A> elements at p, any alignment, widened to A. vload<A>(p, n): only the first
+// n (0 <= n < lanes), the rest 0; nothing past p + n is touched.
+template<class A, class T>
+TW_HD vec<A> vload(const T* p) {
+  if constexpr (sizeof(T) == sizeof(A)) {
+    vec<A> x;
+    memcpy(&x, p, sizeof x);
+    return x;
+  } else if constexpr (sizeof(T) == 2 && sizeof(A) == 4) {
+    vh h;
+    memcpy(&h, p, sizeof h);
+    return widen(T{}, h);
+  } else {
+    vec<A> x;
+    for (int i = 0; i < lanes<A>; ++i) x[i] = load_as<A>(p[i]);
+    return x;
+  }
+}
+template<class A, class T>
+TW_HD vec<A> vload(const T* p, int64_t n) {
+  T buffer[lanes<A>] = {};
+  memcpy(buffer, p, static_cast<size_t>(n) * sizeof(T));
+  return vload<A>(buffer);
+}
+template<class A, class T>
+TW_HD void vstore(T* p, vec<A> x) {
+  if constexpr (sizeof(T) == sizeof(A)) {
+    memcpy(p, &x, sizeof x);
+  } else if constexpr (sizeof(T) == 2 && sizeof(A) == 4) {
+    const vh h = narrow(T{}, x);
+    memcpy(p, &h, sizeof h);
+  } else {
+    for (int i = 0; i < lanes<A>; ++i) p[i] = store_as<T>(x[i]);
+  }
+}
+template<class A, class T>
+TW_HD void vstore(T* p, vec<A> x, int64_t n) {
+  T buffer[lanes<A>];
+  vstore<A>(buffer, x);
+  memcpy(p, buffer, static_cast<size_t>(n) * sizeof(T));
+}
+
+// Calls body(i, n) for i = 0, L, 2L, ...: n is a compile-time-visible `Full` for whole registers
+// and an int64_t count for the tail, so that `vload<A>(p + i, n)` compiles to a plain load in the
+// main loop.
+struct Full {};
+template<class A, class T>
+TW_HD vec<A> vload(const T* p, Full) {
+  return vload<A>(p);
+}
+template<class A, class T>
+TW_HD void vstore(T* p, vec<A> x, Full) {
+  vstore<A>(p, x);
+}
+template<class A, class F>
+TW_HD void for_lanes(int64_t size, F&& body) {
+  int64_t i = 0;
+  for (; i + lanes<A> <= size; i += lanes<A>) body(i, Full{});
+  if (i < size) body(i, size - i);
+}
+// x with the lanes past the tail replaced by `fill`.
+template<class A>
+TW_HD vec<A> keep(vec<A> x, Full, A) {
+  return x;
+}
+template<class A>
+TW_HD vec<A> keep(vec<A> x, int64_t n, A fill) {
+  for (int64_t i = n; i < lanes<A>; ++i) x[i] = fill;
+  return x;
+}
+
+// ---- reductions
+// ----------------------------------------------------------------------------------------------------------
+template<class A>
+TW_HD A hsum(vec<A> x) {
+  A s[lanes<A>];
+  memcpy(s, &x, sizeof s);
+  for (int w = lanes<A> / 2; w > 0; w /= 2)
+    for (int i = 0; i < w; ++i) s[i] += s[i + w];
+  return s[0];
+}
+template<class A>
+TW_HD A hmax(vec<A> x) {  // NaN if any lane is NaN
+  A m = x[0];
+  for (int i = 1; i < lanes<A>; ++i) m = (x[i] > m || x[i] != x[i]) ? x[i] : m;
+  return m;
+}
+// Elementwise maximum that keeps NaN from either side.
+template<class A>
+TW_HD vec<A> vmax(vec<A> a, vec<A> b) {
+  return (a > b) | (a != a) ? a : b;
+}
+
+// ---- functions
+// -----------------------------------------------------------------------------------------------------------
+// exp, within 1 ulp of the true value for float. Results below the smallest normal number become 0;
+// overflow gives inf; NaN stays. x = n ln2 + r, |r| <= ln2 / 2; Taylor polynomial of degree 7 in r;
+// 2^n is built from its bits.
+TW_HD vf vexp(vf x) {
+  const vf magic =
+      splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+  vf t = x * 1.44269504088896341f + magic;
+  const vf n = t - magic;
+  vf r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  vf p = splat(1.9841269841e-4f);
+  p = p * r + 1.3888888889e-3f;
+  p = p * r + 8.3333333333e-3f;
+  p = p * r + 4.1666666667e-2f;
+  p = p * r + 1.6666666667e-1f;
+  p = p * r + 0.5f;
+  p = p * r * r + r + 1.f;
+  const vf scale = (vf)(((vi)t - 0x4b400000 + 126)
+                        << 23);  // 2^(n-1), so that n = 128 does not overflow too early
+  vf y = p * 2.f * scale;
+  y = x > 88.7228391f ? splat(INFINITY) : y;
+  y = x < -87.3365447f ? splat(0.f) : y;
+  return x != x ? x : y;
+}
+TW_HD vec<double> vexp(vec<double> x) {
+  for (int i = 0; i < lanes<double>; ++i) x[i] = exp(x[i]);
+  return x;
+}
+
+TW_END

@@ -1,0 +1,73 @@
+// The Python module trainwright._C. It holds no function: importing it loads the library, whose
+// static initialisers register the kernels with the torch dispatcher. It also answers for the whole
+// library: threads, instruction set, build.
+#include <Python.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "cpu/binding.h"
+#include "cpu/kernel.h"
+#include "trainwright/parallel.h"
+
+#ifndef TW_BUILD_INFO
+#define TW_BUILD_INFO ""
+#endif
+
+namespace tw {
+
+void parallel_for_raw(int64_t begin, int64_t end, int64_t grain, RangeFn fn, void* context) {
+  torch_parallel_for(begin, end, grain, fn, context);
+}
+
+int64_t num_threads() {
+  uint32_t n = 1;
+  torch_get_num_threads(&n);
+  return n;
+}
+
+namespace {
+
+Isa detect_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const Isa best = has_avx512 ? Isa::avx512 : has_avx2 ? Isa::avx2 : Isa::base;
+  // A request for more than the CPU has is capped here; Python's info says so.
+  const char* asked = std::getenv("TRAINWRIGHT_CPU_ISA");
+  if (asked && !std::strcmp(asked, "base")) return Isa::base;
+  if (asked && !std::strcmp(asked, "avx2") && best == Isa::avx512) return Isa::avx2;
+  return best;
+#else
+  return Isa::base;
+#endif
+}
+
+std::string build_info() {
+  const char* names[] = {"base", "avx2", "avx512"};
+  return std::string("isa=") + names[static_cast<int>(isa())] + " " TW_BUILD_INFO;
+}
+
+}  // namespace
+
+Isa isa() {
+  static const Isa chosen = detect_isa();
+  return chosen;
+}
+
+}  // namespace tw
+
+STABLE_TORCH_LIBRARY_IMPL(trainwright, CompositeExplicitAutograd, m) {
+  m.impl("build_info", TORCH_BOX(&tw::build_info));
+}
+
+PyMODINIT_FUNC PyInit__C(void) {
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&definition);
+}

@@ -1,0 +1,30 @@
+"""Trainwright: hand-written kernels for PyTorch training, as drop-in ops.
+
+`import trainwright as tw`; then `tw.rms_norm`, `tw.flash_attention`, `tw.optim.AdamW`, `tw.parallel.DataParallel`, ...
+Which backend runs a call: `tw.explain`. What works on this machine: ``python -m trainwright.info``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from trainwright import ops as ops
+from trainwright._version import __version__ as __version__
+from trainwright.dispatch import available_backends, explain, use_backend
+from trainwright.errors import BackendError
+
+_LAZY = ("nn", "optim", "parallel", "patch", "train", "vgpu", "info", "compat")
+
+__all__ = ["BackendError", "available_backends", "explain", "use_backend", *ops.__all__]
+globals().update({name: getattr(ops, name) for name in ops.__all__})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"trainwright.{name}")
+    raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

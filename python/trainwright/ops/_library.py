@@ -1,0 +1,48 @@
+"""The torch.library namespace `trainwright`: schema, torch reference and fake of every op are registered from here.
+
+The C++ libraries only add kernels for the CPU and CUDA keys, so an install without them still runs every op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainwright import dispatch
+
+LIBRARY = torch.library.Library("trainwright", "DEF")
+LIBRARY.define("build_info() -> str")
+
+Op = Callable[..., Any]
+
+
+def define(schema: str, reference: Op, fake: Op) -> Op:
+    """Register one dispatcher op and return its bound overload.
+
+    Args:
+        schema: without the namespace, e.g. ``"silu_fwd(Tensor x) -> Tensor"``.
+        reference: plain torch; runs wherever no compiled kernel does, and is the specification.
+        fake: output shapes, dtypes, devices and strides only.
+    """
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"trainwright::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.trainwright, name).default
+
+
+def define_triton(schema: str, launch: Op, fake: Op) -> Op:
+    """Register a Triton op, `<name>_triton` in the schema. `launch` imports its kernel file when it is first called."""
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):  # CPU tensors: the interpreter
+        LIBRARY.impl(name, launch, key)
+    torch.library.register_fake(f"trainwright::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.trainwright, name).default
+
+
+dispatch.extension("_C")
+if torch.cuda.is_available():
+    dispatch.extension("_C_cuda")

@@ -1,0 +1,61 @@
+"""Every Triton kernel compiles ahead of time for sm_80, sm_90 and sm_100: no spills, and the instructions it means to use.
+
+Each kernels/<op>.py lists its configurations in `AOT`: (kernel, {argument: type}, {constexpr: value}, warps, [PTX
+patterns]). A pattern may start with an architecture and a colon ("90:wgmma"); without one it holds for all.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+KERNELS = pathlib.Path(__file__).parents[2] / "kernels"
+FILES = sorted(p.stem for p in KERNELS.glob("*.py") if not p.stem.startswith("_"))
+
+# Runs in its own process: the interpreter replaces the compiler when TRITON_INTERPRET=1.
+COMPILE = """
+import importlib, json, os, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+tools = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin")
+module = importlib.import_module("trainwright.kernels." + sys.argv[1])
+rows = []
+for number, (kernel, types, constants, warps, patterns) in enumerate(module.AOT):
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    pointers = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if types.get(n, "").startswith("*")}
+    for arch in (80, 90, 100):
+        source = ASTSource(kernel, signature, constants, attrs=pointers)
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+        ptx = built.asm["ptx"]
+        target = re.search(r"\\.target (sm_\\w+)", ptx).group(1)
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(ptx)
+            file.flush()
+            ptxas = os.path.join(tools, "ptxas-blackwell" if arch >= 100 else "ptxas")
+            report = subprocess.run([ptxas, "-v", "--gpu-name", target, file.name, "-o", os.devnull],
+                                    capture_output=True, text=True, check=True).stderr
+        spills = sum(int(n) for n in re.findall(r"(\\d+) bytes spill", report))
+        missing = [p for p in patterns if (p.split(":")[0] == str(arch) or not p[:2].isdigit())
+                   and not re.search(p.split(":", 1)[1] if p[:2].isdigit() else p, ptx)]
+        rows.append({"kernel": kernel.__name__, "config": number, "arch": arch, "spill_bytes": spills, "missing": missing})
+print(json.dumps(rows))
+"""
+
+
+@pytest.mark.parametrize("op", FILES)
+@pytest.mark.timeout(600)
+def test_compiles_without_spills(op):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE, op], env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = json.loads(result.stdout.splitlines()[-1])
+    assert rows, f"kernels/{op}.py lists no AOT configuration"
+    faults = [r for r in rows if r["spill_bytes"] or r["missing"]]
+    assert not faults, faults
