@@ -192,8 +192,7 @@ TW_HD vec<A> vmax(vec<A> a, vec<A> b) {
 // ---- functions
 // -----------------------------------------------------------------------------------------------------------
 // exp, within 1 ulp of the true value for float. Results below the smallest normal number become 0;
-// overflow gives inf; NaN stays. x = n ln2 + r, |r| <= ln2 / 2; Taylor polynomial of degree 7 in r;
-// 2^n is built from its bits.
+// overflow gives inf; NaN stays. x = n ln2 + r, |r| <= ln2 / 2; Taylor polynomial of degree 7 in r.
 TW_HD vf vexp(vf x) {
   const vf magic =
       splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
@@ -208,9 +207,9 @@ TW_HD vf vexp(vf x) {
   p = p * r + 1.6666666667e-1f;
   p = p * r + 0.5f;
   p = p * r * r + r + 1.f;
-  const vf scale = (vf)(((vi)t - 0x4b400000 + 126)
-                        << 23);  // 2^(n-1), so that n = 128 does not overflow too early
-  vf y = p * 2.f * scale;
+  // Times 2^n: n, in the low bits of t, is added to the exponent of p. p < 1 at n = 128 and p >= 1
+  // at n = -126, else one of the two lines below applies.
+  vf y = (vf)((vi)p + ((vi)t << 23));
   y = x > 88.7228391f ? splat(INFINITY) : y;
   y = x < -87.3365447f ? splat(0.f) : y;
   return x != x ? x : y;
