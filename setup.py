@@ -31,7 +31,7 @@ CPU_ISAS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c",
                "-mprefer-vector-width=512"],
 }  # fmt: skip
-DEFAULT_CUDA_ARCHS = "8.0;8.6;8.9;9.0a;10.0a;12.0+PTX"
+DEFAULT_CUDA_ARCHS = "8.0;9.0a;10.0a;12.0+PTX"  # 8.6 and 8.9 run the code of 8.0
 TORCH_TARGET = "0x020b000000000000"  # stable ABI of torch 2.11: loads in every later torch too
 
 
@@ -205,7 +205,8 @@ class NinjaBuild(build_ext):
                 ),
                 cuda_home,
             )
-            flags = common + torch_flags + stable + ["-DUSE_CUDA", *cuda_arch_flags()]
+            torch_nvcc = [f"-isystem={path}" for path in torch["include"]]
+            flags = common + torch_nvcc + stable + ["-DUSE_CUDA", *cuda_arch_flags()]
             sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
             result.append({
                 "name": "_C_cuda", "out": out_dir / "_C_cuda.abi3.so", "rule": "cxx",

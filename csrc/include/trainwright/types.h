@@ -148,7 +148,7 @@ TW_HD f16 store_as<f16, double>(double x) {
 // Calls f with a value of the C++ type of `t` (a tag; use decltype). Floating types only; false if
 // it is another.
 template<class F>
-TW_HD bool with_float_type(DType t, F&& f) {
+inline bool with_float_type(DType t, F&& f) {
   switch (t) {
     case DType::f32:
       f(float{});
