@@ -119,7 +119,8 @@ AOT = [
     (
         _rms_norm_bwd_kernel,
         {"dy_ptr": "*bf16", "dsum_ptr": "*bf16", "x_ptr": "*bf16", "w_ptr": "*fp32", "rstd_ptr": "*fp32",
-         "dx_ptr": "*bf16", "dw_ptr": "*fp32", "N": "i32", "C": "i32", "rows_per_program": "i32", "weight_offset": "fp32"},
+         "dx_ptr": "*bf16", "dw_ptr": "*fp32", "N": "i32", "C": "i32", "rows_per_program": "i32",
+         "weight_offset": "fp32"},
         {"HAS_DSUM": True, "HAS_WEIGHT": True, "ACC": tl.float32, "BLOCK_C": 4096},
         8,
         [],

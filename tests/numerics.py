@@ -1,12 +1,12 @@
 """The one owner of tolerances, and the checks that every op goes through.
 
-Rule: the error of our op against an fp64 reference is at most twice the error of plain torch computing the same thing in
-the same dtype, plus a floor: two units in the last place of the largest value (plain torch may be exact by luck) and four
-of 1.0 in the accumulator's dtype (terms that cancel).
+Rule: the error of our op against an fp64 reference is at most twice the error of plain torch computing the same thing
+in the same dtype, plus a floor: two units in the last place of the largest value (plain torch may be exact by luck) and
+four of 1.0 in the accumulator's dtype (terms that cancel).
 
-An op under test is a callable `op(**tensors, **options, backend=...)`; its reference is `reference(**tensors, **options)`
-in plain torch, good for any floating dtype. Inputs are a dict name -> tensor; floating tensors are differentiated unless
-named in `no_grad`.
+An op under test is a callable `op(**tensors, **options, backend=...)`; its reference is
+`reference(**tensors, **options)` in plain torch, good for any floating dtype. Inputs are a dict name -> tensor;
+floating tensors are differentiated unless named in `no_grad`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(
 
 
 def assert_within_rule(name: str, ours: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """Our error <= FACTOR x plain torch's error + FLOOR_ULPS ulp of the largest value; NaN and inf in the same places."""
+    """Our error <= FACTOR x plain torch's + FLOOR_ULPS ulp of the largest value; NaN and inf in the same places."""
     assert ours.shape == exact.shape, (
         f"{name}: shape {tuple(ours.shape)}, expected {tuple(exact.shape)}"
     )
@@ -130,7 +130,7 @@ def same_bits(a: Tensor, b: Tensor | None) -> bool:
 
 
 def strided_variants(x: Tensor) -> dict[str, Tensor]:
-    """The same values in other layouts: an offset slice of a larger tensor, every second element, transposed storage."""
+    """The same values in other layouts: a slice of a larger tensor, every second element, transposed storage."""
     big = torch.full(
         (*x.shape[:-1], 2 * x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device
     )

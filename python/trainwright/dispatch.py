@@ -1,9 +1,9 @@
 """Which backend runs a call.
 
-Each op registers its candidates in order of preference, each with its limits as data. `resolve` picks the first that can
-run the call; a choice can be forced, in this order of precedence:
+Each op registers its candidates in order of preference, each with its limits as data. `resolve` picks the first that
+can run the call; a choice can be forced, in this order of precedence:
 
-    ``backend=`` argument  >  ``with tw.use_backend("triton")``  >  ``TRAINWRIGHT_BACKEND_<OP>``  >  ``TRAINWRIGHT_BACKEND``
+    ``backend=``  >  ``with tw.use_backend("triton")``  >  ``TRAINWRIGHT_BACKEND_<OP>``  >  ``TRAINWRIGHT_BACKEND``
 
 A forced backend that cannot run the call raises `BackendError` with the reason; nothing falls back silently. With
 ``TRAINWRIGHT_STRICT=1`` the automatic choice never ends at the torch reference.
@@ -243,8 +243,8 @@ def resolve(
 def use_backend(name: str | None) -> Iterator[None]:
     """Force a backend for the ops called inside, e.g. ``with tw.use_backend("torch"): ...``.
 
-    An op's own ``backend=`` argument wins over it. ``None`` restores the automatic choice. The setting is one per process,
-    not per thread. A forced backend that cannot run a call raises `BackendError`.
+    An op's own ``backend=`` argument wins over it. ``None`` restores the automatic choice. The setting is one per
+    process, not per thread. A forced backend that cannot run a call raises `BackendError`.
     """
     global _override
     if name is not None and name not in BACKENDS:

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles ahead of time for sm_80, sm_90 and sm_100: no spills, and the instructions it means to use.
+"""Every Triton kernel compiles ahead of time for sm_80, sm_90 and sm_100: no spills, the instructions it is meant for.
 
 Each kernels/<op>.py lists its configurations in `AOT`: (kernel, {argument: type}, {constexpr: value}, warps, [PTX
 patterns]). A pattern may start with an architecture and a colon ("90:wgmma"); without one it holds for all.
@@ -27,7 +27,8 @@ module = importlib.import_module("trainwright.kernels." + sys.argv[1])
 rows = []
 for number, (kernel, types, constants, warps, patterns) in enumerate(module.AOT):
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    pointers = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if types.get(n, "").startswith("*")}
+    pointers = {(i,): [["tt.divisibility", 16]]
+                for i, n in enumerate(kernel.arg_names) if types.get(n, "").startswith("*")}
     for arch in (80, 90, 100):
         source = ASTSource(kernel, signature, constants, attrs=pointers)
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
@@ -42,7 +43,8 @@ for number, (kernel, types, constants, warps, patterns) in enumerate(module.AOT)
         spills = sum(int(n) for n in re.findall(r"(\\d+) bytes spill", report))
         missing = [p for p in patterns if (p.split(":")[0] == str(arch) or not p[:2].isdigit())
                    and not re.search(p.split(":", 1)[1] if p[:2].isdigit() else p, ptx)]
-        rows.append({"kernel": kernel.__name__, "config": number, "arch": arch, "spill_bytes": spills, "missing": missing})
+        rows.append({"kernel": kernel.__name__, "config": number, "arch": arch, "spill_bytes": spills,
+                     "missing": missing})
 print(json.dumps(rows))
 """
 

@@ -1,4 +1,7 @@
-"""Thin `nn.Module` classes around the ops, one file per op, found by name. State dict keys are those of torch's modules."""
+"""Thin `nn.Module` classes around the ops, one file per op, found by name.
+
+State dict keys are those of torch's modules.
+"""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ _BACKWARD = {
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float, backend: str
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float,
+        backend: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
@@ -179,8 +180,8 @@ def rms_norm(
         TypeError, ValueError: an argument is of the wrong kind, dtype or shape.
         trainwright.BackendError: no backend can run the call.
 
-    Numerics: statistics and products in fp32 (fp64 for fp64), rounded once to x's dtype; the weight gradient is summed in
-    fp32 in a fixed order, so repeats are bit-equal. Under autocast the input dtype is kept.
+    Numerics: statistics and products in fp32 (fp64 for fp64), rounded once to x's dtype; the weight gradient is summed
+    in fp32 in a fixed order, so repeats are bit-equal. Under autocast the input dtype is kept.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019.
 
