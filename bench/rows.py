@@ -7,11 +7,11 @@ import datetime
 import functools
 import pathlib
 import platform
-import re
 import subprocess
 from typing import Any
 
 import torch
+from trainwright.info import chosen_isa, cpu_name
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 BASELINE = "torch eager"
@@ -40,27 +40,12 @@ def machine(device: torch.device, ours: bool) -> dict[str, Any]:
     else:
         name, isa = cpu_name(), torch.backends.cpu.get_cpu_capability().lower()
         if ours:
-            isa = _our_isa()
+            isa = chosen_isa()
     return {
         "device": name, "isa": isa, "threads": torch.get_num_threads(), "torch": torch.__version__,
         "python": platform.python_version(), "git": sha.stdout.strip() or "unknown",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
-
-
-def _our_isa() -> str:
-    try:
-        return re.search(r"isa=(\w+)", torch.ops.trainwright.build_info()).group(1)  # type: ignore[union-attr]
-    except (RuntimeError, NotImplementedError):
-        return "none"
-
-
-def cpu_name() -> str:
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-        return re.search(r"model name\s*: (.*)", text).group(1)  # type: ignore[union-attr]
-    except (OSError, AttributeError):
-        return platform.processor() or platform.machine()
 
 
 def load_rows(path: pathlib.Path) -> list[dict[str, str]]:

@@ -7,17 +7,24 @@ Which backend runs a call: `tw.explain`. What works on this machine: ``python -m
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
-from trainwright import ops as ops
 from trainwright._version import __version__ as __version__
-from trainwright.dispatch import available_backends, explain, use_backend
-from trainwright.errors import BackendError
 
 _LAZY = ("nn", "optim", "parallel", "patch", "train", "vgpu", "info", "compat")
 
-__all__ = ["BackendError", "available_backends", "explain", "use_backend", *ops.__all__]
-globals().update({name: getattr(ops, name) for name in ops.__all__})
+try:
+    from trainwright import ops as ops
+    from trainwright.dispatch import available_backends, explain, use_backend
+    from trainwright.errors import BackendError
+
+    __all__ = ["BackendError", "available_backends", "explain", "use_backend", *ops.__all__]
+    globals().update({name: getattr(ops, name) for name in ops.__all__})
+except Exception:
+    # `python -m trainwright.info` reports what is wrong; everybody else gets the error.
+    if "trainwright.info" not in sys.orig_argv:
+        raise
 
 
 def __getattr__(name: str) -> Any:

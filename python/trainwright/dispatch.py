@@ -52,6 +52,7 @@ class Extension:
 
 _extensions: dict[str, Extension] = {}
 _ops: dict[str, tuple[Candidate, ...]] = {}
+_self_checks: dict[str, Callable[[str, torch.device], list[torch.Tensor]]] = {}
 _override: str | None = None  # set by use_backend
 _record: list[str] | None = None  # set by explain
 
@@ -81,6 +82,29 @@ def register(op: str, *candidates: Candidate) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def self_check(op: str) -> Callable[[F], F]:
+    """Decorator for `check(backend, device) -> tensors`: one small seeded fp32 call of an op, and its gradients.
+
+    ``python -m trainwright.info --check`` compares its result on every backend with that of the torch reference. Inputs
+    are drawn on the CPU and moved to `device`.
+    """
+
+    def mark(function: F) -> F:
+        _self_checks[op] = function
+        return function
+
+    return mark
+
+
+def ops() -> list[str]:
+    """Names of all registered ops."""
+    return sorted(_ops)
+
+
+def self_checks() -> dict[str, Callable[[str, torch.device], list[torch.Tensor]]]:
+    return dict(_self_checks)
 
 
 @functools.lru_cache(maxsize=1)
@@ -272,8 +296,13 @@ def available_backends(function: Callable[..., Any]) -> dict[str, str]:
     >>> tw.available_backends(tw.rms_norm)["torch"]
     'ok'
     """
+    return backends_of(op_name(function))
+
+
+def backends_of(op: str) -> dict[str, str]:
+    """`available_backends` by the op's name."""
     result = {}
-    for candidate in _ops[op_name(function)]:
+    for candidate in _ops[op]:
         needs_gpu = candidate.backend == "cuda" or (
             candidate.backend == "triton" and not interpreting()
         )

@@ -43,6 +43,18 @@ def define_triton(schema: str, launch: Op, fake: Op) -> Op:
     return getattr(torch.ops.trainwright, name).default
 
 
+def outputs_and_gradients(
+    function: Op, backend: str, device: torch.device, options: dict[str, Any] | None = None, **inputs: torch.Tensor
+) -> list[torch.Tensor]:  # fmt: skip
+    """A self-check's usual body: the op's outputs and the gradients of its floating inputs, on `device`."""
+    leaves = {k: v.to(device).requires_grad_(v.is_floating_point()) for k, v in inputs.items()}
+    result = function(**leaves, **(options or {}), backend=backend)
+    outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+    upstream = [torch.randn(o.shape).to(o) for o in outputs]
+    wanted = [v for v in leaves.values() if v.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, wanted, upstream)]
+
+
 dispatch.extension("_C")
 if torch.cuda.is_available():
     dispatch.extension("_C_cuda")

@@ -201,3 +201,11 @@ def rms_norm(
     chosen = dispatch.resolve("rms_norm", backend, x.device, x.dtype, C=x.shape[-1])
     y, total = _RMSNorm.apply(x, residual, weight, float(eps), float(weight_offset), chosen)
     return y if residual is None else (y, total)
+
+
+@dispatch.self_check("rms_norm")
+def _check(backend: str, device: torch.device) -> list[Tensor]:
+    x, residual, weight = torch.randn(5, 33), torch.randn(5, 33), torch.randn(33)
+    return _library.outputs_and_gradients(
+        rms_norm, backend, device, x=x, residual=residual, weight=weight
+    )
