@@ -1,0 +1,42 @@
+"""Tables for kernels that work on a list of tensors in one launch.
+
+A kernel gets a table with one row of 64-bit numbers per tensor (addresses, sizes, offsets) and a list of blocks
+(row, first element), one per program. Both are pure functions of plain Python numbers, so they are cached on those
+numbers: a table can never be stale, and a step whose tensors did not move uploads nothing.
+"""
+
+import functools
+
+import torch
+import triton.language as tl
+
+TL_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float64: tl.float64,
+}
+
+
+@functools.lru_cache(maxsize=256)
+def number_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    """(len(rows), width) int64 on `device`."""
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=256)
+def block_table(lengths: tuple[int, ...], block: int, device: torch.device) -> torch.Tensor:
+    """(blocks, 2) int64 on `device`: the row and the first element of each block of `block` elements."""
+    counts = torch.tensor([-(-n // block) for n in lengths], dtype=torch.int64)
+    row = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    first = torch.cumsum(counts, 0) - counts
+    begin = (torch.arange(len(row)) - first[row]) * block
+    return torch.stack([row, begin], 1).contiguous().to(device, non_blocking=True)
+
+
+def by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+    """Indices of the tensors that have elements, grouped by dtype, in order."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault(t.dtype, []).append(i)
+    return groups
