@@ -10,6 +10,11 @@
 #include "cpu/binding.h"
 #include "cpu/kernel.h"
 #include "trainwright/parallel.h"
+#include "trainwright/scratch.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #ifndef TW_BUILD_INFO
 #define TW_BUILD_INFO ""
@@ -25,6 +30,35 @@ int64_t num_threads() {
   uint32_t n = 1;
   torch_get_num_threads(&n);
   return n;
+}
+
+namespace {
+
+struct ScratchBlock {
+  void* data = nullptr;
+  size_t bytes = 0;
+  ~ScratchBlock() { std::free(data); }
+};
+
+}  // namespace
+
+void* scratch(Scratch slot, size_t bytes) {
+  static thread_local ScratchBlock blocks[static_cast<int>(Scratch::count)];
+  ScratchBlock& block = blocks[static_cast<int>(slot)];
+  if (bytes > block.bytes) {
+    const size_t huge = size_t{2} << 20, alignment = bytes >= huge ? huge : 64;
+    bytes = (bytes + alignment - 1) / alignment * alignment;
+    std::free(block.data);
+    block.data = nullptr;
+    block.bytes = 0;
+    block.data = std::aligned_alloc(alignment, bytes);
+    STD_TORCH_CHECK(block.data, "trainwright: no memory for ", bytes, " bytes of scratch");
+    block.bytes = bytes;
+#if defined(__linux__)
+    if (alignment == huge) madvise(block.data, bytes, MADV_HUGEPAGE);  // a hint: may be refused
+#endif
+  }
+  return block.data;
 }
 
 namespace {

@@ -20,6 +20,18 @@ struct ValueSlope {
   V value, slope;
 };
 
+// s(x) and 1 - s(x), each with its full relative accuracy: the difference would lose 1 - s for x > 0.
+template<class V>
+struct Logistic {
+  V s, rest;
+};
+template<class V>
+TW_HD Logistic<V> logistic(V x) {
+  using A = scalar_t<V>;
+  const V e = vexp(-x), s = A(1) / (A(1) + e);
+  return {s, e < V{} + A(INFINITY) ? e * s : V{} + A(1)};
+}
+
 struct Identity {
   template<class V>
   static TW_HD V value(V x) {
@@ -50,8 +62,9 @@ struct Silu {
   }
   template<class V>
   static TW_HD ValueSlope<V> value_slope(V x) {
-    const V s = vsigmoid(x), y = x * s;
-    return {y, s + y * (scalar_t<V>(1) - s)};
+    const Logistic<V> g = logistic(x);
+    const V y = x * g.s;
+    return {y, g.s + y * g.rest};
   }
 };
 
@@ -70,14 +83,16 @@ struct Gelu {
 struct GeluTanh {
   template<class V>
   static TW_HD V value(V x) {
-    return x * gate(x, x * x);
+    return x * vsigmoid(gate(x, x * x));
   }
   template<class V>
   static TW_HD ValueSlope<V> value_slope(V x) {
     using A = scalar_t<V>;
-    const V square = x * x, s = gate(x, square), y = x * s;
+    const V square = x * x;
+    const Logistic<V> g = logistic(gate(x, square));
+    const V y = x * g.s;
     // Past |x| = 30 the second term is 0; without the cut x^2 could be inf and the product NaN.
-    const V slope = s + y * (A(1) - s) * (A(kTwice) + A(3 * kTwice * kCubic) * square);
+    const V slope = g.s + y * g.rest * (A(kTwice) + A(3 * kTwice * kCubic) * square);
     const V far = x > A(0) ? V{} + A(1) : V{};
     return {y, square > A(900) ? far : slope};
   }
@@ -86,9 +101,9 @@ struct GeluTanh {
   static constexpr double kTwice = 1.59576912160573071176;  // 2 sqrt(2 / pi)
   static constexpr double kCubic = 0.044715;
   template<class V>
-  static TW_HD V gate(V x, V square) {
+  static TW_HD V gate(V x, V square) {  // 2u
     using A = scalar_t<V>;
-    return vsigmoid(x * (A(kTwice) + A(kTwice * kCubic) * square));
+    return x * (A(kTwice) + A(kTwice * kCubic) * square);
   }
 };
 

@@ -1,0 +1,133 @@
+// The matrix product as an op: C = activation(A B + bias) + residual (method in
+// trainwright/gemm.h).
+//
+//   gemm      a new C, in any floating dtype; optionally the sums + bias, which a backward needs.
+//   gemm_add_ C += A B in place, e.g. a weight gradient that is gathered chunk by chunk.
+#include "cpu/kernel.h"
+#ifdef TW_CPU_ISA
+#include "trainwright/gemm.h"
+#else
+#include "trainwright/types.h"
+#endif
+
+namespace tw {
+
+struct GemmArgs {
+  const void *a, *b;     // (M, K) and (K, N)
+  const void* bias;      // (N) in bias_dtype, or null
+  const void* residual;  // (M, N) in out_dtype, or null
+  void *out, *pre;       // (M, N) in out_dtype, dense; pre may be null
+  int64_t M, N, K;
+  int64_t a_row, a_k, b_col, b_k, residual_row;  // strides, in elements
+  DType a_dtype, b_dtype, bias_dtype, out_dtype;
+  int64_t activation;
+};
+
+}  // namespace tw
+
+TW_DECLARE_KERNEL(gemm, GemmArgs)
+
+#ifdef TW_CPU_ISA
+
+TW_BEGIN
+namespace {
+
+template<class S>
+void gemm_in(const GemmArgs& g) {
+  const S* bias = static_cast<const S*>(g.bias);
+  if (bias && dtype_bytes(g.bias_dtype) != sizeof(S)) {
+    S* wide = static_cast<S*>(scratch(Scratch::gemm_bias, static_cast<size_t>(g.N) * sizeof(S)));
+    with_float_type(g.bias_dtype, [&](auto tag) {
+      const auto* from = static_cast<const decltype(tag)*>(g.bias);
+      for (int64_t i = 0; i < g.N; ++i) wide[i] = load_as<S>(from[i]);
+    });
+    bias = wide;
+  }
+  const GemmStore<S> store{store_function<S>(g.out_dtype, static_cast<Activation>(g.activation)),
+                           g.out,
+                           g.pre,
+                           bias,
+                           g.residual,
+                           g.N,
+                           g.N,
+                           g.residual_row};
+  Gemm<S>::run(g.M, g.N, g.K, {g.a, g.a_row, g.a_k, g.a_dtype}, {g.b, g.b_col, g.b_k, g.b_dtype},
+               store);
+}
+
+}  // namespace
+
+void gemm(const GemmArgs& g) {
+  if (g.out_dtype == DType::f64)
+    gemm_in<double>(g);
+  else
+    gemm_in<float>(g);
+}
+
+TW_END
+
+#else  // ---- torch bindings --------------------------------------------------------------------
+
+namespace tw {
+namespace {
+
+bool wide(ScalarType t) { return t == ScalarType::Double; }
+
+// The tensors must hold dtypes of one width class: all fp64, or none.
+GemmArgs gemm_args(const Tensor& a, const Tensor& b, ScalarType dtype) {
+  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0),
+                  "gemm: expected a (M, K) and b (K, N)");
+  STD_TORCH_CHECK(wide(a.scalar_type()) == wide(dtype) && wide(b.scalar_type()) == wide(dtype),
+                  "gemm: fp64 does not mix with other dtypes");
+  GemmArgs g{};
+  g.a = data(a), g.b = data(b);
+  g.M = a.size(0), g.K = a.size(1), g.N = b.size(1);
+  g.a_row = a.stride(0), g.a_k = a.stride(1), g.b_col = b.stride(1), g.b_k = b.stride(0);
+  g.a_dtype = dtype_of(a), g.b_dtype = dtype_of(b), g.out_dtype = static_cast<DType>(dtype);
+  return g;
+}
+
+std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b,
+                                    const std::optional<Tensor>& bias,
+                                    const std::optional<Tensor>& residual, int64_t activation,
+                                    ScalarType dtype, bool save_pre) {
+  GemmArgs g = gemm_args(a, b, dtype);
+  STD_TORCH_CHECK(0 <= activation && activation <= 4, "gemm: unknown activation ", activation);
+  if (bias) {
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == g.N && bias->is_contiguous() &&
+                        wide(bias->scalar_type()) == wide(dtype),
+                    "gemm: bias: expected shape (N), contiguous");
+    g.bias = data(*bias), g.bias_dtype = dtype_of(*bias);
+  }
+  if (residual) {
+    STD_TORCH_CHECK(residual->dim() == 2 && residual->size(0) == g.M && residual->size(1) == g.N &&
+                        (g.N <= 1 || residual->stride(1) == 1) && residual->scalar_type() == dtype,
+                    "gemm: residual: expected shape (M, N) with dense rows in the output's dtype");
+    g.residual = data(*residual), g.residual_row = residual->stride(0);
+  }
+  Tensor out = empty({g.M, g.N}, a, dtype);
+  Tensor pre = save_pre ? empty({g.M, g.N}, a, dtype) : empty({0}, a, dtype);
+  g.out = mutable_data(out), g.pre = save_pre ? mutable_data(pre) : nullptr;
+  g.activation = activation;
+  gemm(g);
+  return {out, pre};
+}
+
+void gemm_add_cpu(const Tensor& c, const Tensor& a, const Tensor& b) {
+  GemmArgs g = gemm_args(a, b, c.scalar_type());
+  TW_CHECK_CONTIGUOUS(c);
+  STD_TORCH_CHECK(c.dim() == 2 && c.size(0) == g.M && c.size(1) == g.N,
+                  "gemm_add_: c: expected shape (M, N)");
+  g.out = mutable_data(c), g.residual = g.out, g.residual_row = g.N;
+  gemm(g);
+}
+
+}  // namespace
+}  // namespace tw
+
+STABLE_TORCH_LIBRARY_IMPL(trainwright, CPU, m) {
+  m.impl("gemm", TORCH_BOX(&tw::gemm_cpu));
+  m.impl("gemm_add_", TORCH_BOX(&tw::gemm_add_cpu));
+}
+
+#endif

@@ -1,0 +1,89 @@
+"""The matrix product under `linear`, as an op on 2-D tensors of any strides; not a public function.
+
+``gemm(a, b, bias, residual, activation, dtype, save_pre)`` gives ``(activation(a·b + bias) + residual, pre)``:
+a (M, K), b (K, N), bias (N,), residual (M, N) in `dtype`, the output's; sums in fp32 (fp64 for fp64), rounded
+once. a, b and bias may differ in dtype, except that fp64 does not mix. `pre` is a·b + bias in `dtype` with
+`save_pre`, else empty. On the CPU an element of the output depends on its row of a and its column of b alone:
+not on strides, M, N or threads.
+
+``gemm_add_(c, a, b)`` does c += a·b in place, rounded to c's dtype once: for sums over chunks keep c in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainwright.ops import _library
+
+__all__: list[str] = []
+
+SCHEMA = (
+    "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, ScalarType dtype, bool save_pre)"
+    " -> (Tensor, Tensor)"
+)
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}  # trainwright/activation.h
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums over elements of `dtype` are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def activate(z: Tensor, activation: int) -> Tensor:
+    if activation == 1:
+        return F.relu(z)
+    if activation == 2:
+        return F.gelu(z)
+    if activation == 3:
+        return F.gelu(z, approximate="tanh")
+    return F.silu(z) if activation == 4 else z
+
+
+def gemm_reference(
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, dtype: torch.dtype,
+    save_pre: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    acc = acc_dtype(dtype)
+    # torch's own product in a 16-bit dtype sums in fp32 too; where it can be used it is the fast one.
+    same = a.dtype == b.dtype == dtype
+    z = (a @ b).to(acc) if same else a.to(acc) @ b.to(acc)
+    if bias is not None:
+        z = z + bias.to(acc)
+    y = activate(z, activation)
+    if residual is not None:
+        y = y + residual.to(acc)
+    return y.to(dtype), z.to(dtype) if save_pre else a.new_empty(0, dtype=dtype)
+
+
+def gemm_fake(
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, dtype: torch.dtype,
+    save_pre: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = (a.shape[0], b.shape[1])
+    return a.new_empty(shape, dtype=dtype), a.new_empty(shape if save_pre else (0,), dtype=dtype)
+
+
+def _gemm_triton(*args: Any) -> Any:
+    from trainwright.kernels import gemm as kernel
+
+    return kernel.gemm(*args)
+
+
+def _gemm_add_reference(c: Tensor, a: Tensor, b: Tensor) -> None:
+    acc = acc_dtype(c.dtype)
+    c.copy_(c.to(acc) + a.to(acc) @ b.to(acc))
+
+
+def _gemm_add_fake(c: Tensor, a: Tensor, b: Tensor) -> None:
+    return None
+
+
+gemm = _library.define("gemm" + SCHEMA, gemm_reference, gemm_fake)
+gemm_triton = _library.define_triton("gemm_triton" + SCHEMA, _gemm_triton, gemm_fake)
+gemm_add_ = _library.define(
+    "gemm_add_(Tensor(a!) c, Tensor a, Tensor b) -> ()", _gemm_add_reference, _gemm_add_fake
+)
