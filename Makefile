@@ -1,14 +1,18 @@
-# make demo | test | setup | bench | lint | info | test-full | sanitize
-# PYTHON=python3.12  TORCH="torch==2.14.1"  OP=rms_norm (bench)  ARGS=... (demo)
+# make demo | test | test-full | bench | lint | info | setup | sanitize | clean
+#   PYTHON=python3.12  TORCH="torch==2.14.1"  VENV=...   what the environment is made of
+#   OP="rms_norm rope"  ARGS=...                         bench: which ops; bench, demo: more arguments
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PY := $(VENV)/bin/python
-SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py
-ARGS ?=
-OP ?=
+# Machines without an NVIDIA driver get torch's CPU build (200 MB) instead of its CUDA build (several GB).
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install --quiet
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = git ls-files '*.h' '*.cpp' '*.cu' '*.cuh'
+SANITIZED := build/sanitized
 
-.PHONY: demo test test-full setup bench lint info sanitize clean
+.PHONY: demo test test-full bench lint info setup sanitize clean FORCE
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -18,33 +22,53 @@ test: setup
 	$(PY) -m pytest -m "not slow and not gpu" --durations=10
 
 test-full: setup
-	$(PY) -m pytest -m "not gpu"
+	$(PY) -m pytest -m "not gpu" --durations=20
 
 bench: setup
-	$(PY) -m bench $(OP)
+	$(PY) -m bench $(OP) $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	$(CXX_FILES) | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
 info: setup
-	$(PY) -m trainwright.info
+	$(PY) -m trainwright.info --check
 
 setup: $(VENV)/.built
 
-# Dependencies: again only when requirements.txt, the Python or the torch asked for changes.
-$(VENV)/.installed: requirements.txt
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --upgrade pip
-	$(PY) -m pip install --quiet "$(TORCH)"
-	$(PY) -m pip install --quiet -r requirements.txt
+# The op tests on kernels built with AddressSanitizer and UBSan, beside the normal build.
+sanitize: setup
+	TRAINWRIGHT_SANITIZE=address,undefined TRAINWRIGHT_BUILD=cpu $(PY) setup.py -q build --build-lib $(SANITIZED)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=$(SANITIZED) \
+	$(PY) -m pytest tests/ops tests/optim -m "not slow and not gpu" -k "not triton and not compile" --timeout=900
+
+# ---- the environment. What changes an answer is kept in a stamp, so that a second call does nothing.
+
+build/.asked-env: FORCE
+	@mkdir -p build; echo "$(PYTHON) $(TORCH)" | cmp -s - $@ || echo "$(PYTHON) $(TORCH)" > $@
+
+build/.asked-build: FORCE
+	@mkdir -p build; asked="$$TRAINWRIGHT_BUILD $$TRAINWRIGHT_DEBUG $$TORCH_CUDA_ARCH_LIST $$CXX"; \
+	echo "$$asked" | cmp -s - $@ || echo "$$asked" > $@
+
+$(VENV)/.torch: build/.asked-env
+	sh .ci/bootstrap $(PYTHON)
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --retries 2 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
 	touch $@
 
-# Extensions: ninja rebuilds what changed.
-$(VENV)/.built: $(VENV)/.installed pyproject.toml $(SOURCES)
-	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+# A CUDA build of torch has brought the triton that it was made for: leave it.
+$(VENV)/.installed: $(VENV)/.torch requirements.txt
+	if $(PY) -c "import triton" 2>/dev/null; then grep -v '^triton' requirements.txt; else cat requirements.txt; fi > build/requirements.txt
+	$(PIP) -r build/requirements.txt
+	touch $@
+
+# ninja compiles what changed.
+$(VENV)/.built: $(VENV)/.installed build/.asked-build pyproject.toml setup.py $(SOURCES)
+	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
 clean:

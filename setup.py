@@ -14,6 +14,7 @@ A compiler that is present but fails always fails the build: nothing degrades si
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-VERSION = "0.1.0"
+VERSION = re.search(r'"(.+)"', (ROOT / "python/trainwright/_version.py").read_text()).group(1)
 CPU_ISAS = {
     "base": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -61,11 +62,12 @@ def decide():
         "torch cannot be imported here (with pip use --no-build-isolation)" if torch is None
         else "no C++ compiler (g++)" if compiler is None
         else "ninja is not installed" if find_ninja() is None
+        else "Python.h was not found (Debian: apt-get install python3-dev)" if not has_python_headers()
         else None
     )  # fmt: skip
-    nvcc = find_nvcc()
     cuda_missing = (
-        "nvcc not found" if nvcc is None
+        "no .cu file" if not sources("csrc/cuda", "*.cu")
+        else "nvcc not found" if find_nvcc() is None
         else "this torch is a CPU build" if torch is not None and torch["cuda"] is None and asked == "auto"
         else None
     )  # fmt: skip
@@ -84,9 +86,25 @@ def decide():
     return reasons, torch
 
 
+def has_python_headers():
+    return (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
+
+
 def find_nvcc():
     home = os.environ.get("CUDA_HOME")
     return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+
+
+def cuda_home():
+    """The toolkit's folder. nvcc itself may be a wrapper somewhere else."""
+    candidates = [
+        os.environ.get("CUDA_HOME"),
+        Path(find_nvcc()).resolve().parent.parent,
+        "/usr/local/cuda",
+    ]
+    return next(
+        (p for p in map(Path, filter(None, candidates)) if (p / "lib64").exists()), candidates[1]
+    )
 
 
 def find_ninja():
@@ -94,16 +112,17 @@ def find_ninja():
     return shutil.which("ninja", path=str(Path(sys.executable).parent)) or shutil.which("ninja")
 
 
+def cuda_archs():
+    return os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS
+
+
 def cuda_arch_flags():
     flags = []
-    for item in (
-        os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS).replace(" ", ";").split(";")
-    ):
-        if item:
-            number = item.removesuffix("+PTX").replace(".", "")
-            flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
-            if item.endswith("+PTX"):
-                flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    for arch in cuda_archs().replace(" ", ";").split(";"):
+        number = arch.removesuffix("+PTX").replace(".", "")
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if arch.endswith("+PTX"):
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags
 
 
@@ -116,104 +135,35 @@ class NinjaBuild(build_ext):
             ROOT / "python/trainwright" if self.inplace else Path(self.build_lib) / "trainwright"
         )
         out_dir.mkdir(parents=True, exist_ok=True)
-        built = []
+        modules = []
         if torch is not None and reasons["cpu"] is None:
-            debug = os.environ.get("TRAINWRIGHT_DEBUG") == "1"
-            sanitize = os.environ.get("TRAINWRIGHT_SANITIZE", "")
-            work = (
-                ROOT
-                / "build"
-                / (
-                    "ninja"
-                    + ("-debug" if debug else "")
-                    + ("-" + sanitize.replace(",", "-") if sanitize else "")
-                )
-            )
-            work.mkdir(parents=True, exist_ok=True)
-            modules = self.modules(torch, reasons["cuda"] is None, work, out_dir)
-            (work / "build.ninja").write_text(ninja_text(modules, work, debug, sanitize))
-            jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
-            subprocess.run([find_ninja(), "-C", str(work), "-j", jobs, "--quiet"], check=True)
-            built = [module["name"] for module in modules]
+            modules.append(cpu_module(torch, out_dir))
+            # _host serves the tests and is for one Python version: not in wheels, which are for all.
+            if (self.inplace or self.editable_mode) and pybind_include() is not None:
+                modules.append(host_module(out_dir))
+            if reasons["cuda"] is None:
+                modules.append(cuda_module(torch, out_dir))
+            run_ninja(modules)
+        for left_over in set(out_dir.glob("_*.so")) - {module["out"] for module in modules}:
+            left_over.unlink()  # of an earlier build that was asked for more
+        built = [module["name"] for module in modules]
+        compiler = os.environ.get("CXX", "g++")
+        version = (
+            subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+            if built
+            else ""
+        )
         record = {
             "version": VERSION,
             "built": built,
             "reasons": {k: v for k, v in reasons.items() if v},
             "torch": torch["version"] if torch else None,
             "torch_target": "2.11",
-            "compiler": subprocess.run(
-                [os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True
-            ).stdout.split("\n")[0]
-            if built
-            else None,
+            "compiler": version.split("\n")[0] or None,
             "cpu_isas": list(isas()) if built else [],
-            "cuda_archs": os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
-            if "_C_cuda" in built
-            else None,
+            "cuda_archs": cuda_archs() if "_C_cuda" in built else None,
         }
         (out_dir / "_build_info.json").write_text(json.dumps(record, indent=2) + "\n")
-
-    def modules(self, torch, with_cuda, work, out_dir):
-        python_include = sysconfig.get_paths()["include"]
-        common = [f"-I{ROOT}/csrc", f"-I{ROOT}/csrc/include", f"-I{python_include}"]
-        torch_flags = [f"-isystem{path}" for path in torch["include"]]
-        stable = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", "-DPy_LIMITED_API=0x030a0000"]
-        info = f"'-DTW_BUILD_INFO=\"torch={torch['version']} target=2.11\"'"
-        objects = [("csrc/module.cpp", "module.o", "cxx", common + torch_flags + stable + [info])]
-        for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
-            relative = str(source.relative_to(ROOT))
-            objects.append((relative, f"{source.stem}.o", "cxx", common + torch_flags + stable))
-            for isa, flags in isas().items():
-                objects.append(
-                    (
-                        relative,
-                        f"{source.stem}.{isa}.o",
-                        "cxx",
-                        [*common, f"-DTW_CPU_ISA={isa}", *flags],
-                    )
-                )
-        link_torch = [f"-L{torch['lib']}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-        result = [
-            {
-                "name": "_C",
-                "out": out_dir / "_C.abi3.so",
-                "objects": objects,
-                "link": link_torch,
-                "rule": "cxx",
-            }
-        ]
-
-        pybind = pybind_include()
-        if pybind is not None:
-            suffix = sysconfig.get_config_var("EXT_SUFFIX")
-            sources = sorted((ROOT / "csrc/host").glob("*.cpp"))
-            result.append({
-                "name": "_host", "out": out_dir / f"_host{suffix}", "link": [], "rule": "cxx",
-                "objects": [(str(s.relative_to(ROOT)), f"host_{s.stem}.o", "cxx", [*common, f"-isystem{pybind}", "-fvisibility=hidden"]) for s in sources],  # noqa: E501
-            })  # fmt: skip
-        if with_cuda:
-            cuda_home = Path(find_nvcc()).resolve().parent.parent
-            nvcc_home = next(
-                (
-                    p
-                    for p in (
-                        Path(os.environ.get("CUDA_HOME", "/nonexistent")),
-                        Path("/usr/local/cuda"),
-                        cuda_home,
-                    )
-                    if (p / "include").exists() and (p / "lib64").exists()
-                ),
-                cuda_home,
-            )
-            torch_nvcc = [f"-isystem={path}" for path in torch["include"]]
-            flags = common + torch_nvcc + stable + ["-DUSE_CUDA", *cuda_arch_flags()]
-            sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
-            result.append({
-                "name": "_C_cuda", "out": out_dir / "_C_cuda.abi3.so", "rule": "cxx",
-                "objects": [(str(s.relative_to(ROOT)), f"{s.stem}.cuda.o", "nvcc", flags) for s in sources],
-                "link": [*link_torch, f"-L{nvcc_home}/lib64", "-lcudart"],
-            })  # fmt: skip
-        return result
 
     def get_outputs(self):
         out_dir = Path(self.build_lib) / "trainwright"
@@ -232,29 +182,82 @@ def pybind_include():
     return pybind11.get_include()
 
 
+# ---- modules: name, output, objects [(source, object, rule, flags)] and link flags
+
+
+def include_flags():
+    python = sysconfig.get_paths()["include"]
+    return [f"-I{ROOT}/csrc", f"-I{ROOT}/csrc/include", f"-I{python}"]
+
+
+def stable_flags():
+    return [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", "-DPy_LIMITED_API=0x030a0000"]
+
+
+def link_torch(torch):
+    return [f"-L{torch['lib']}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+
+
+def sources(folder, pattern):
+    return [str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob(pattern))]
+
+
+def cpu_module(torch, out_dir):
+    """Each op file is compiled once for the torch bindings and once per instruction set, without torch."""
+    bindings = include_flags() + [f"-isystem{path}" for path in torch["include"]] + stable_flags()
+    info = f"'-DTW_BUILD_INFO=\"torch={torch['version']} target=2.11\"'"
+    objects = [("csrc/module.cpp", "module.o", "cxx", [*bindings, info])]
+    for source in sources("csrc/cpu", "*.cpp"):
+        stem = Path(source).stem
+        objects.append((source, f"{stem}.o", "cxx", bindings))
+        for isa, flags in isas().items():
+            flags = [*include_flags(), f"-DTW_CPU_ISA={isa}", *flags]
+            objects.append((source, f"{stem}.{isa}.o", "cxx", flags))
+    return {
+        "name": "_C",
+        "out": out_dir / "_C.abi3.so",
+        "objects": objects,
+        "link": link_torch(torch),
+    }
+
+
+def host_module(out_dir):
+    flags = [*include_flags(), f"-isystem{pybind_include()}", "-fvisibility=hidden"]
+    objects = [(s, f"host_{Path(s).stem}.o", "cxx", flags) for s in sources("csrc/host", "*.cpp")]
+    out = out_dir / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return {"name": "_host", "out": out, "objects": objects, "link": []}
+
+
+def cuda_module(torch, out_dir):
+    """Needs no CUDA build of torch: it calls torch's stable C functions and the CUDA runtime only."""
+    flags = include_flags() + [f"-isystem={path}" for path in torch["include"]] + stable_flags()
+    flags += ["-DUSE_CUDA", *cuda_arch_flags()]
+    objects = [(s, f"{Path(s).stem}.cuda.o", "nvcc", flags) for s in sources("csrc/cuda", "*.cu")]
+    link = [*link_torch(torch), f"-L{cuda_home()}/lib64", "-lcudart"]
+    return {"name": "_C_cuda", "out": out_dir / "_C_cuda.abi3.so", "objects": objects, "link": link}
+
+
+# The last two are false alarms inside GCC 12's intrinsics headers.
+WARNINGS = "-Wall -Wextra -Werror -Wno-psabi -Wno-unknown-pragmas -Wno-uninitialized -Wno-maybe-uninitialized"
+CXX_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math"
+
+
+def run_ninja(modules):
+    debug = os.environ.get("TRAINWRIGHT_DEBUG") == "1"
+    sanitize = os.environ.get("TRAINWRIGHT_SANITIZE", "")
+    kind = ["ninja", *(["debug"] if debug else []), *sanitize.split(",")]
+    work = ROOT / "build" / "-".join(filter(None, kind))
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "build.ninja").write_text(ninja_text(modules, work, debug, sanitize))
+    jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    subprocess.run([find_ninja(), "-C", str(work), "-j", jobs, "--quiet"], check=True)
+
+
 def ninja_text(modules, work, debug, sanitize):
-    optimise = ["-O1", "-g"] if debug or sanitize else ["-O3"]
     san = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"] if sanitize else []
-    warnings = [
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-Wno-psabi",
-        "-Wno-unknown-pragmas",
-        "-Wno-uninitialized",
-        "-Wno-maybe-uninitialized",
-    ]  # false alarms inside GCC 12's intrinsics headers
-    cxx = [
-        "-std=c++17",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        *optimise,
-        *warnings,
-        *san,
-    ]
-    cxx.append("-DNDEBUG" if not debug else "-DTW_DEBUG")
+    optimise = ["-O1", "-g"] if debug or sanitize else ["-O3"]
+    cxx = [*CXX_FLAGS.split(), *optimise, *WARNINGS.split(), *san]
+    cxx.append("-DTW_DEBUG" if debug else "-DNDEBUG")
     nvcc_host = "-fPIC,-fvisibility=hidden,-Wall,-Wno-unknown-pragmas"
     lines = [
         "ninja_required_version = 1.5",
@@ -278,21 +281,16 @@ def ninja_text(modules, work, debug, sanitize):
     for module in modules:
         names = []
         for source, obj, rule, flags in module["objects"]:
-            path = (
-                work / obj
-            )  # absolute: the compile commands run in the source tree, for readable messages
+            path = work / obj  # absolute: the compiler runs in the source tree
             names.append(str(path))
             lines += [
                 f"build {path}: {rule} {ROOT / source}",
                 f"  src = {source}",
                 f"  name = {obj}",
-                f"  flags = {' '.join(flags)}",
             ]
-        lines += [
-            f"build {Path(module['out']).resolve()}: link {' '.join(names)}",
-            f"  name = {module['name']}",
-            f"  flags = {' '.join(module['link'])}",
-        ]
+            lines.append(f"  flags = {' '.join(flags)}")
+        lines.append(f"build {Path(module['out']).resolve()}: link {' '.join(names)}")
+        lines += [f"  name = {module['name']}", f"  flags = {' '.join(module['link'])}"]
     return "\n".join(lines) + "\n"
 
 

@@ -36,7 +36,10 @@ ENVIRONMENT = {
     "CXX": "at build: the C++ compiler",
     "CUDA_HOME": "at build: where nvcc is",
 }
-PACKAGES = ["torch", "triton", "numpy", "ninja", "pybind11", "rich", "matplotlib", "safetensors", "pyarrow"]
+PACKAGES = (
+    *("torch", "triton", "numpy", "ninja", "pybind11"),
+    *("rich", "matplotlib", "safetensors", "pyarrow"),
+)
 ISAS = {  # what module.cpp asks the CPU for
     "base": (),
     "avx2": ("avx2", "fma", "f16c"),
