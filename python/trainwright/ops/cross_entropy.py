@@ -1,0 +1,390 @@
+"""Cross entropy with class indices: class weights, label smoothing, softcap and z-loss, in one pass over the logits.
+
+The reference, the Triton kernels and linear_cross_entropy work on tiles: some columns of some rows. The running state
+of a row is four doubles: maximum, sum of exponentials, weighted sum of logits, logit of the target.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright import dispatch
+from trainwright.dispatch import Candidate
+from trainwright.errors import FLOAT_DTYPES, check_number, check_tensor, type_error, value_error
+from trainwright.ops import _library
+
+__all__ = ["cross_entropy"]
+
+NONE, MEAN, SUM = 0, 1, 2
+REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
+FWD = f"(Tensor logits, Tensor target, Tensor? weight, {_OPTIONS}, int reduction) -> (Tensor, Tensor, Tensor)"
+FWD_BWD = FWD[:-1] + ", Tensor)"
+BWD = f"(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor scale, {_OPTIONS}) -> Tensor"
+TILE_STATE = (
+    "(Tensor(a!) state, Tensor logits, Tensor target, Tensor? weight, int first, int classes, "
+    "int ignore_index, float label_smoothing, float softcap) -> ()"
+)
+TILE_GRAD = (
+    "(Tensor(a!) out, Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor scale, "
+    f"int first, int classes, {_OPTIONS}) -> ()"
+)
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_targets(
+    target: Tensor, classes: int, ignore_index: int, op: str = "cross_entropy"
+) -> None:
+    """IndexError for a target out of range; on the CPU only, where looking at it needs no synchronisation."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    bad = (target != ignore_index) & ((target < 0) | (target >= classes))
+    if bad.any():
+        position = int(bad.nonzero()[0])
+        raise IndexError(
+            f"{op}: target: expected 0 <= target < {classes} or ignore_index {ignore_index}, "
+            f"got {int(target[position])} at position {position}"
+        )
+
+
+def _capped(z: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+def _target_weight(target: Tensor, weight: Tensor | None) -> Tensor:
+    if weight is None:
+        return torch.ones_like(target, dtype=torch.float64)
+    return weight.double()[target.clamp(0, weight.numel() - 1)]
+
+
+def scale_of(target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int) -> Tensor:
+    """Factors (fp64) of the summed loss and of the summed z-loss: 1 / (sum of kept class weights), 1 / (kept rows)."""
+    if reduction != MEAN:
+        return torch.ones(2, dtype=torch.float64, device=target.device)
+    keep = target != ignore_index
+    kept = keep.sum(dtype=torch.float64)
+    total = torch.where(keep, _target_weight(target, weight), 0.0).sum()
+    return torch.where(kept > 0, torch.stack([total, kept]).reciprocal(), 0.0)
+
+
+def tile_state_reference(
+    state: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, first: int, classes: int, ignore_index: int,
+    label_smoothing: float, softcap: float,
+) -> None:  # fmt: skip
+    """Adds the columns first, first + 1, ... to the state (N, 4) of their rows; first = 0 starts it."""
+    z = _capped(logits.to(acc_dtype(logits.dtype)), softcap)
+    if first == 0:
+        state.copy_(state.new_tensor([-math.inf, 0.0, 0.0, math.nan]).expand_as(state))
+    old_max, sum_exp, sum_wz, z_target = state.unbind(1)
+    new_max = torch.maximum(old_max, z.amax(1).double())
+    base = torch.where(new_max == -math.inf, 0.0, new_max)  # all -inf so far: exp(-inf - 0) = 0
+    d = z - base.to(z.dtype)[:, None]
+    sum_exp = sum_exp * torch.exp(old_max - base) + torch.exp(d).sum(1)
+    if label_smoothing:
+        w = torch.ones_like(z[0]) if weight is None else weight[first : first + z.shape[1]]
+        sum_wz = sum_wz + (d * w).sum(1) + base * w.sum()
+    inside = (target >= first) & (target < first + z.shape[1])
+    here = z.gather(1, torch.where(inside, target - first, 0)[:, None])[:, 0].double()
+    new = torch.stack([new_max, sum_exp, sum_wz, torch.where(inside, here, z_target)], 1)
+    state.copy_(torch.where((target == ignore_index)[:, None], state, new))
+
+
+def finish(
+    state: Tensor, target: Tensor, weight: Tensor | None, scale: Tensor, classes: int, ignore_index: int,
+    label_smoothing: float, z_loss: float, reduction: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Loss and lse (N), in fp64, from the state of whole rows."""
+    row_max, sum_exp, sum_wz, z_target = state.unbind(1)
+    lse = row_max + torch.log(sum_exp)
+    loss = (1 - label_smoothing) * _target_weight(target, weight) * (lse - z_target)
+    if label_smoothing:
+        total = classes if weight is None else weight.double().sum()
+        loss = loss + label_smoothing / classes * (total * lse - sum_wz)
+    loss = loss * scale[0]
+    if z_loss:
+        loss = loss + z_loss * lse.square() * scale[1]
+    keep = target != ignore_index
+    loss, lse = torch.where(keep, loss, 0.0), torch.where(keep, lse, 0.0)
+    return loss if reduction == NONE else loss.sum(), lse
+
+
+def _fwd_reference(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, reduction: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    N, V = logits.shape
+    check_targets(target, V, ignore_index)
+    state = logits.new_empty((N, 4), dtype=torch.float64)
+    tile_state_reference(
+        state, logits, target, weight, 0, V, ignore_index, label_smoothing, softcap
+    )
+    scale = scale_of(target, weight, ignore_index, reduction)
+    loss, lse = finish(
+        state, target, weight, scale, V, ignore_index, label_smoothing, z_loss, reduction
+    )
+    return loss.to(acc_dtype(logits.dtype)), lse, scale
+
+
+def tile_grad_reference(
+    out: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, scale: Tensor,
+    first: int, classes: int, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+) -> None:  # fmt: skip
+    """Writes the gradient of a tile of logits into `out`, which may be the tile itself."""
+    acc = acc_dtype(logits.dtype)
+    z = _capped(logits.to(acc), softcap)
+    u, v = dloss * scale[0], dloss * scale[1]
+    hard = (1 - label_smoothing) * _target_weight(target, weight)
+    soft = label_smoothing / classes
+    total = classes if weight is None else weight.double().sum()
+    a = u * (hard + soft * total) + 2 * z_loss * lse * v
+    rounded = lse.to(
+        acc
+    )  # exp(z - lse) = exp(z - rounded) exp(rounded - lse): the rounding of a large lse is put back
+    a = a * torch.exp(rounded - lse)
+    g = torch.exp(z - rounded[:, None]) * a.to(acc)[:, None]
+    if label_smoothing:
+        w = torch.ones_like(z[0]) if weight is None else weight[first : first + z.shape[1]]
+        g = g - (u * soft).to(acc).expand(len(z))[:, None] * w
+    is_target = torch.arange(first, first + z.shape[1], device=z.device) == target[:, None]
+    g = g - torch.where(is_target, (u * hard).to(acc)[:, None], 0.0)
+    if softcap:
+        g = g * (1 - (z / softcap).square())
+    out.copy_(torch.where((target == ignore_index)[:, None], 0.0, g))
+
+
+def _bwd_reference(
+    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, scale: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+) -> Tensor:  # fmt: skip
+    grad = torch.empty_like(logits)
+    tile_grad_reference(
+        grad, dloss, logits, target, weight, lse, scale, 0, logits.shape[1], ignore_index, label_smoothing, z_loss,
+        softcap,
+    )  # fmt: skip
+    return grad
+
+
+def _fwd_bwd_reference(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, reduction: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    loss, lse, scale = _fwd_reference(
+        logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, reduction
+    )
+    grad = _bwd_reference(
+        torch.ones_like(loss), logits, target, weight, lse, scale, ignore_index, label_smoothing, z_loss, softcap
+    )  # fmt: skip
+    return loss, lse, scale, grad
+
+
+def _fwd_fake(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, reduction: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    acc, N = acc_dtype(logits.dtype), logits.shape[0]
+    loss = logits.new_empty((N,) if reduction == NONE else (), dtype=acc)
+    return loss, logits.new_empty(N, dtype=torch.float64), logits.new_empty(2, dtype=torch.float64)
+
+
+def _fwd_bwd_fake(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_fwd_fake(logits, *rest), torch.empty_like(logits)
+
+
+def _bwd_fake(dloss: Tensor, logits: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(logits)
+
+
+def _tile_fake(*args: Any) -> None:
+    return None
+
+
+def _triton(name: str) -> Any:
+    def launch(*args: Any) -> Any:
+        from trainwright.kernels import cross_entropy as kernel
+
+        return getattr(kernel, name)(*args)
+
+    return launch
+
+
+def _define(name: str, schema: str, reference: Any, fake: Any) -> dict[str, Any]:
+    op = _library.define(name + schema, reference, fake)
+    base, end = (name[:-1], "_") if name.endswith("_") else (name, "")
+    triton = _library.define_triton(f"{base}_triton{end}{schema}", _triton(base), fake)
+    return {"cpu": op, "triton": triton, "torch": reference}
+
+
+_FORWARD = _define("cross_entropy_fwd", FWD, _fwd_reference, _fwd_fake)
+_BACKWARD = _define("cross_entropy_bwd", BWD, _bwd_reference, _bwd_fake)
+TILE_STATE_OPS = _define("cross_entropy_tile_state_", TILE_STATE, tile_state_reference, _tile_fake)
+TILE_GRAD_OPS = _define("cross_entropy_tile_grad_", TILE_GRAD, tile_grad_reference, _tile_fake)
+_fwd_bwd = _library.define("cross_entropy_fwd_bwd" + FWD_BWD, _fwd_bwd_reference, _fwd_bwd_fake)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """With `fused`, forward makes the gradient for an upstream gradient of 1 while each row is in cache, and backward
+    hands it out once. Another upstream gradient, or a second backward, computes it again, to the same bits as `_bwd`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, options: tuple[int, float, float, float],
+        reduction: int, backend: str, fused: bool,
+    ) -> Tensor:  # fmt: skip
+        logits = logits.contiguous()
+        ctx.grad = None
+        if fused:
+            loss, lse, scale, ctx.grad = _fwd_bwd(logits, target, weight, *options, reduction)
+        else:
+            loss, lse, scale = _FORWARD[backend](logits, target, weight, *options, reduction)
+        ctx.save_for_backward(logits, target, weight, lse, scale)
+        ctx.options, ctx.backend = options, backend
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        dloss = dloss.contiguous()
+        if ctx.grad is None:
+            return _BACKWARD[ctx.backend](dloss, *saved, *ctx.options), *[None] * 6
+        grad, ctx.grad = ctx.grad, None
+        if dloss.item() != 1.0:
+            TILE_GRAD_OPS[ctx.backend](grad, dloss, *saved, 0, grad.shape[1], *ctx.options)
+        return grad, *[None] * 6
+
+
+def check_options(
+    op: str, classes: int, device: torch.device, weight_name: str, weight: Any, ignore_index: Any, label_smoothing: Any,
+    z_loss: Any, softcap: Any, reduction: Any,
+) -> tuple[int, float, float, float]:  # fmt: skip
+    """The checks that cross_entropy and linear_cross_entropy share; the options as the kernels take them."""
+    if weight is not None:
+        check_tensor(op, weight_name, weight, shape=(classes,), device=device)
+        if weight.requires_grad:
+            raise value_error(
+                op, weight_name, "a tensor that does not require a gradient", "one that does"
+            )
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise type_error(op, "ignore_index", "an int", type(ignore_index).__name__)
+    check_number(op, "label_smoothing", label_smoothing, minimum=0.0)
+    if label_smoothing > 1:
+        raise value_error(op, "label_smoothing", "at most 1", label_smoothing)
+    check_number(op, "z_loss", z_loss, minimum=0.0)
+    if softcap is not None:
+        check_number(op, "softcap", softcap)
+        if softcap <= 0:
+            raise value_error(op, "softcap", "None or a number above 0", softcap)
+    if reduction not in REDUCTIONS:
+        raise value_error(op, "reduction", '"none", "mean" or "sum"', repr(reduction))
+    return ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0)
+
+
+def check_target(op: str, target: Any, shape: torch.Size, device: torch.device) -> None:
+    if isinstance(target, Tensor) and target.is_floating_point():
+        raise type_error(
+            op, "target", "class indices, int64 or int32 (class probabilities are not supported)", target.dtype
+        )  # fmt: skip
+    check_tensor(
+        op, "target", target, dtypes=(torch.int64, torch.int32), shape=shape, device=device
+    )
+
+
+@dispatch.register(
+    "cross_entropy",
+    Candidate("cpu", FLOAT_DTYPES),
+    Candidate("triton", FLOAT_DTYPES),
+    Candidate("torch", FLOAT_DTYPES),
+)
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Tensor:
+    """Cross entropy between logits and class indices, as `torch.nn.functional.cross_entropy`, with softcap and z-loss.
+
+    Per row, with z = softcap · tanh(logits / softcap), lse = log Σ exp(z), ε = label_smoothing, w = weight or 1:
+    ``loss = (1 − ε) · w[t] · (lse − z[t]) + ε / V · Σ_j w[j] · (lse − z[j])``, plus ``z_loss · lse²``.
+    "mean" divides the sum of the first by Σ w[t] and that of the second by the number of rows, over the kept rows.
+
+    Args:
+        logits: (N, V), (V,) or (N, V, d1, ...) as in torch; fp32, bf16, fp16 or fp64; any strides. Contiguous with V
+            last is fastest, other layouts are copied first.
+        target: (N,), () or (N, d1, ...); int64 or int32, 0 <= target < V or ignore_index.
+        weight: (V,), any floating dtype, a constant (no gradient flows to it), or None.
+        ignore_index: rows with this target count for nothing: loss 0, gradient 0, NaN or inf in them goes nowhere.
+        label_smoothing: ε, 0 to 1.
+        z_loss: coefficient of lse², at least 0.
+        softcap: above 0, or None.
+        reduction: "mean", "sum" or "none".
+        backend: None, "cpu", "triton" or "torch".
+
+    Returns:
+        fp32 (fp64 for fp64 logits): a scalar, or the shape of target for "none". All rows ignored: mean 0, gradient 0.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind, dtype or shape.
+        IndexError: a target is out of range (CPU; on a GPU the loss is NaN).
+        trainwright.BackendError: no backend can run the call.
+
+    Numerics: fp32 within a tile of 2048 logits, fp64 across tiles and rows, in a fixed order: repeats are bit-equal, on
+    the CPU for any number of threads. The gradient is rounded once to the dtype of logits. Under autocast the dtype of
+    logits is kept. A scalar loss on the CPU makes its gradient in the forward pass, so the logits are read from memory
+    once; extra memory is that gradient and O(N).
+
+    Source: online softmax: Milakov and Gimelshein, arXiv:1805.02867; z-loss: PaLM, arXiv:2204.02311.
+
+    >>> import torch, trainwright as tw
+    >>> tw.cross_entropy(torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([0]))
+    tensor(0.2395)
+    """
+    check_tensor("cross_entropy", "logits", logits, min_dim=1)
+    rows = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size()
+    classes = logits.shape[min(logits.dim() - 1, 1)]
+    if classes == 0:
+        raise value_error("cross_entropy", "logits", "at least one class", tuple(logits.shape))
+    check_target("cross_entropy", target, rows, logits.device)
+    options = check_options(
+        "cross_entropy", classes, logits.device, "weight", weight, ignore_index, label_smoothing, z_loss, softcap,
+        reduction,
+    )  # fmt: skip
+    chosen = dispatch.resolve("cross_entropy", backend, logits.device, logits.dtype, V=classes)
+    flat = logits.movedim(1, -1) if logits.dim() > 2 else logits
+    flat = flat.reshape(-1, classes)
+    acc = acc_dtype(logits.dtype)
+    weight = None if weight is None else weight.to(acc).contiguous()
+    fused = (
+        chosen == "cpu"
+        and reduction != "none"
+        and logits.requires_grad
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+    loss = _CrossEntropy.apply(
+        flat, target.reshape(-1).long().contiguous(), weight, options, REDUCTIONS[reduction], chosen, fused
+    )  # fmt: skip
+    return loss.reshape(rows) if reduction == "none" else loss
+
+
+@dispatch.self_check("cross_entropy")
+def _check(backend: str, device: torch.device) -> list[Tensor]:
+    target = torch.tensor([0, 36, -100, 7])
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}
+    return _library.outputs_and_gradients(
+        cross_entropy, backend, device, options, logits=torch.randn(4, 37), target=target
+    )
