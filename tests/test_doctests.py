@@ -26,7 +26,7 @@ def _examples():
                 yield pytest.param(test, id=test.name)
 
 
-@pytest.mark.parametrize("example", _examples())
+@pytest.mark.parametrize("example", list(_examples()))
 def test_example(example):
     torch.manual_seed(0)
     options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
@@ -36,10 +36,12 @@ def test_example(example):
 
 @pytest.mark.parametrize("name", tw.ops.__all__)
 def test_every_op_documents_itself(name):
-    """One line of meaning, arguments, returns, and an example; every argument is named."""
+    """Arguments, returns, errors, numerics and an example; every argument is named."""
     function = getattr(tw, name)
-    text = inspect.getdoc(function)
-    assert ">>>" in text and "Args:" in text
-    assert "Returns:" in text or name.endswith("_")
-    missing = [p for p in inspect.signature(function).parameters if p not in text]
+    signature, text = inspect.signature(function), inspect.getdoc(function)
+    assert ">>>" in text
+    returns = [] if signature.return_annotation in (None, "None") else ["Returns"]
+    for section in ("Args", "Raises", "Numerics", *returns):
+        assert f"\n{section}:" in text, section
+    missing = [p for p in signature.parameters if p not in text]
     assert not missing, f"{name}: not documented: {missing}"

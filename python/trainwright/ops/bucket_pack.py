@@ -336,3 +336,23 @@ def ordered_sum(
         stats = _SUM[chosen](out, [c.contiguous() for c in parts], factor, factor_tensor)
         _bumped(out)
         return stats[0], stats[1]
+
+
+@dispatch.self_check("bucket_pack")
+def _check_pack(backend: str, device: torch.device) -> list[Tensor]:
+    grads = [torch.randn(5, 7).to(device), None, torch.randn(3).to(device)]
+    flat = torch.randn(40).to(device)
+    return [*bucket_pack(grads, flat, [0, 35, 37], scale=0.5, backend=backend), flat]
+
+
+@dispatch.self_check("bucket_unpack")
+def _check_unpack(backend: str, device: torch.device) -> list[Tensor]:
+    outs = [torch.zeros(5, 7, device=device), torch.zeros(3, device=device)]
+    bucket_unpack(torch.randn(40).to(device), outs, [0, 36], scale=0.5, backend=backend)
+    return outs
+
+
+@dispatch.self_check("ordered_sum")
+def _check_sum(backend: str, device: torch.device) -> list[Tensor]:
+    out = torch.zeros(33, device=device)
+    return [*ordered_sum(torch.randn(3, 33).to(device), out, backend=backend), out]

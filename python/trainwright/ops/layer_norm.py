@@ -203,3 +203,11 @@ def layer_norm(
     chosen = dispatch.resolve("layer_norm", backend, x.device, x.dtype, C=x.shape[-1])
     y, total = _LayerNorm.apply(x, residual, weight, bias, float(eps), chosen)
     return y if residual is None else (y, total)
+
+
+@dispatch.self_check("layer_norm")
+def _check(backend: str, device: torch.device) -> list[Tensor]:
+    inputs = {"x": torch.randn(5, 33), "residual": torch.randn(5, 33), "weight": torch.randn(33)}
+    return _library.outputs_and_gradients(
+        layer_norm, backend, device, bias=torch.randn(33), **inputs
+    )

@@ -188,3 +188,12 @@ def linear(
         x.reshape(rows, weight.shape[1]), weight, bias, residual, ACTIVATIONS[activation], chosen
     )
     return y.view(out_shape)
+
+
+@dispatch.self_check("linear")
+def _check(backend: str, device: torch.device) -> list[Tensor]:
+    inputs = {"x": torch.randn(7, 33), "weight": torch.randn(20, 33), "bias": torch.randn(20)}
+    options = {"activation": "gelu"}
+    return _library.outputs_and_gradients(
+        linear, backend, device, options, residual=torch.randn(7, 20), **inputs
+    )
