@@ -1,0 +1,502 @@
+"""The thread that moves buckets: pack, send, sum, gather, unpack, in one order on all ranks, beside the backward.
+
+A bucket is a generator that yields at each collective:
+
+    pack gradients into `flat`   ->  all-to-all: rank j gets part j of every rank's bucket
+    sum the W parts in rank order -> all-gather of the sums
+    unpack into the gradients
+
+The driver runs the pure CPU parts and never blocks on one bucket while another could move: a generator is resumed
+when its collective is done and no earlier bucket waits in the same phase. So each channel sees its collectives in
+bucket order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.ops.bucket_pack import bucket_pack, bucket_unpack, ordered_sum
+from trainwright.parallel._watch import Position, Watch
+from trainwright.parallel._wire import Wire
+from trainwright.parallel.errors import CollectiveError
+from trainwright.parallel.layout import Bucket
+
+DEPTH = 4  # buckets in flight: enough to fill the network while others are packed and summed
+TIMEOUT_SHARE = 0.85  # of the timeout is for a collective, the rest to find out who failed
+
+
+@dataclass
+class Job:
+    """One bucket of one step: `grads[i]` (None: missing) is its piece i; the averages go to `outs`."""
+
+    bucket: Bucket
+    grads: list[Tensor | None]
+    outs: list[Tensor]
+    out_offsets: list[int] | None = None  # of `outs` in the bucket; None: one per piece
+    sums: Tensor | None = None  # weighted sum of earlier microbatches, in flat form
+    complete: bool = False
+    ready: Any = None  # CUDA event after the gradients
+    finished: Any = None  # CUDA event after the averages
+
+    @property
+    def offsets(self) -> list[int]:
+        return [piece.offset for piece in self.bucket.pieces]
+
+    def unpack(self, flat: Tensor, scale: float) -> None:
+        offsets = self.offsets if self.out_offsets is None else self.out_offsets
+        bucket_unpack(flat, self.outs, offsets, scale=scale)
+
+
+@dataclass
+class Round:
+    """One step's exchange. The header is what each rank says first; it arrives before the first bucket moves."""
+
+    step: int
+    weight: float  # of this rank, summed over its microbatches
+    accumulated: bool  # the gradients come as weighted sums
+    layout: int  # fingerprint
+    header: list[list[int]] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    scale: float = 1.0  # on this rank's gradients
+    inverse: float = 1.0  # on the sum
+    raw: bool = True  # gradients travel unscaled, so 16-bit ones lose nothing
+    footer: list[bytes] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    busy_ms: float = 0.0
+    sent_bytes: int = 0
+
+    def words(self) -> list[int]:
+        weight = torch.tensor([self.weight], dtype=torch.float64).view(torch.int64)
+        return [self.step, int(weight.item()), int(self.accumulated), self.layout]
+
+    def agree(self, header: list[list[int]]) -> None:
+        """Take all ranks' headers: gradients become sum_r weight_r g_r / sum_r weight_r."""
+        self.header = header
+        bits = torch.tensor([row[1] for row in header], dtype=torch.int64)
+        self.weights = bits.view(torch.float64).tolist()
+        total = sum(self.weights)
+        self.inverse = 1.0 / total if total > 0 else 0.0
+        self.scale = self.weight
+        self.raw = not any(row[2] for row in header)
+        if self.raw and len(set(self.weights)) == 1 and total > 0:
+            self.scale, self.inverse = 1.0, 1.0 / len(self.weights)
+        elif self.raw:
+            self.raw = False
+
+
+class Pool:
+    """Flat buffers that are reused, so that a step allocates nothing once warm."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.UntypedStorage] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        size = numel * dtype.itemsize
+        fits = [i for i, s in enumerate(self._free) if size <= s.nbytes() <= 2 * size + 4096]
+        if not fits:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        storage = self._free.pop(min(fits, key=lambda i: self._free[i].nbytes()))
+        return torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, (numel,), (1,))
+
+    def give(self, *buffers: Tensor) -> None:
+        self._free += [b.untyped_storage() for b in buffers]
+
+
+class _Ticket:
+    """A collective in flight."""
+
+    def __init__(self, work: Any, position: Position) -> None:
+        self.work = work  # kept alive until it is done
+        self.position = position
+        self.done = False
+        self.error: str | None = None
+
+
+class Driver:
+    """See the head of the file. Public methods are called by the thread that runs the backward."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        device: torch.device,
+        *,
+        wire_dtype: torch.dtype | None,
+        ordered: bool,
+        timeout: float,
+        check_layouts: Callable[[], None],
+    ) -> None:
+        self._wire = wire
+        self._wire_dtype = wire_dtype
+        self._ordered = ordered
+        self._timeout = timeout
+        self._check_layouts = check_layouts
+        self._pool = Pool(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._cond = threading.Condition()
+        self._queue: deque[Any] = deque()  # header, jobs, footer, in the order of the backward
+        self._phases: tuple[deque[Any], ...] = (deque(), deque())
+        self._header: _Ticket | None = None
+        self._footer: _Ticket | None = None
+        self._round: Round | None = None
+        self._unfinished = 0
+        self._flying, self._flying_since = 0, 0.0
+        self._issued = 0  # collectives of this step ...
+        self._sent: tuple[str, ...] = ()  # ... and the names of those of the first phase
+        self._idle = threading.Event()
+        self._closed = False
+        self.error: CollectiveError | None = None
+        self.watch: Watch | None = None
+        if wire.world > 1:
+            self.watch = Watch(wire, timeout, self._fail_with)
+            thread = threading.Thread(target=self._run, name="trainwright-driver", daemon=True)
+            thread.start()
+
+    # ---- called from the backward
+
+    def begin(self, round_: Round) -> None:
+        """Open a step: tell the other ranks this rank's weight and layout."""
+        self._round = round_
+        self._issued, self._sent = 0, ()
+        if self._wire.world == 1:
+            round_.agree([round_.words()])
+            return
+        self._reopen()
+        with self._cond:
+            self._queue.append("header")
+            self._cond.notify()
+
+    def reduce(self, job: Job) -> None:
+        """Average a bucket. Called in the same order of buckets on all ranks."""
+        assert self._round is not None
+        self._round.jobs.append(job)
+        if self._wire.world == 1:
+            for _ in self._steps(job, self._round):
+                raise AssertionError("nothing is sent by a single rank")
+            return
+        if self._stream is not None:
+            job.ready = torch.cuda.current_stream(self._device).record_event()
+        with self._cond:
+            self._unfinished += 1
+            self._queue.append(job)
+            self._cond.notify()
+
+    def new_sums(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
+        """Zeros for the weighted sums of a bucket's microbatches."""
+        return torch.zeros(bucket.numel + bucket.padding, dtype=dtype, device=self._device)
+
+    def add(self, job: Job, weight: float) -> None:
+        """Add `weight` times a microbatch's gradients to the job's `sums`; stays on this rank."""
+        assert job.sums is not None
+        if weight:
+            bucket_pack(job.grads, job.sums, job.offsets, scale=weight, accumulate=True)
+
+    def finish(self, footer: bytes) -> None:
+        """Close a step: what each rank has to say about it, after its last bucket."""
+        assert self._round is not None
+        if self._wire.world == 1:
+            self._round.footer = [footer]
+            return
+        with self._cond:
+            self._queue.append(footer)
+            self._cond.notify()
+
+    def again(self, jobs: list[Job]) -> None:
+        """Average more buckets in a step whose footers have arrived; then `wait` again."""
+        self._reopen()
+        for job in jobs:
+            self.reduce(job)
+        if self._wire.world > 1:
+            self._count_down()
+
+    def _reopen(self) -> None:
+        with self._cond:
+            self._unfinished = 1  # the step itself, until its footers are here
+            self._idle.clear()
+
+    def wait(self) -> None:
+        """Until the buckets and the footers of the step are here; raises the step's error."""
+        if self._wire.world > 1:
+            if not self._idle.wait(self._timeout):
+                self.fail("nothing completed within the timeout")
+            self.raise_error()
+            if self._stream is not None and self._round is not None:
+                stream = torch.cuda.current_stream(self._device)
+                for job in self._round.jobs:
+                    stream.wait_event(job.finished)
+
+    @property
+    def round(self) -> Round:
+        assert self._round is not None
+        return self._round
+
+    def wait_for(self, work: Any) -> None:
+        """Block until a collective issued by the caller is done (on GPU: until the stream may go on)."""
+        try:
+            work.wait()
+        except Exception as error:
+            self.fail(str(error))
+            self.raise_error()
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error.again()
+
+    def fail(self, cause: str) -> None:
+        """Make this rank's failure that of all ranks: they raise too."""
+        assert self.watch is not None
+        if self.error is None:
+            self._fail_with(self.watch.blame(cause))
+
+    def interrupted(self) -> None:
+        """This rank's backward ended in an exception, with part of its step already sent: no rank can go on."""
+        me, step = self._wire.ranks[self._wire.rank], self.round.step
+        error = CollectiveError(
+            f"{self._wire.name}: an exception interrupted the backward of rank {me} in the middle of step {step}",
+            ranks=(me,), step=step, operation="backward",
+        )  # fmt: skip
+        assert self.watch is not None
+        self.watch.report(error)
+        self._fail_with(error)
+        raise error
+
+    def close(self) -> None:
+        with self._cond:
+            self._closed = True
+            self._cond.notify()
+        if self.watch is not None:
+            self.watch.close()
+        self._wire.close()
+
+    # ---- one bucket
+
+    def _steps(self, job: Job, r: Round) -> Iterator[Any]:
+        bucket, world = job.bucket, self._wire.world
+        own = getattr(torch, bucket.dtype)
+        back = own  # dtype of the averages on the wire
+        if self._wire_dtype is not None and own in (torch.float32, torch.float64):
+            send_dtype = back = self._wire_dtype
+        elif own in (torch.bfloat16, torch.float16) and not r.raw:
+            send_dtype = torch.float32
+        else:
+            send_dtype = own
+        n = bucket.numel + bucket.padding
+        flat = job.sums
+        if flat is None:
+            flat = self._pool.take(n, send_dtype)
+            present = job.grads if r.weight else [None] * len(job.grads)
+            bucket_pack(present, flat, [*job.offsets, n], scale=r.scale)
+        if world == 1:
+            job.unpack(flat, r.inverse)
+        elif n == 0:
+            pass
+        elif self._ordered or 2 in (send_dtype.itemsize, back.itemsize):
+            yield from self._ordered_sum(job, r, flat, send_dtype, back)
+        else:
+            yield self._issue("all-reduce", flat, lambda c: c.all_reduce(flat), bucket, 0)
+            job.unpack(flat, r.inverse)
+        self._pool.give(flat)
+
+    def _ordered_sum(
+        self, job: Job, r: Round, flat: Tensor, send_dtype: torch.dtype, back: torch.dtype
+    ) -> Iterator[Any]:
+        bucket, world, n = job.bucket, self._wire.world, flat.numel()
+        send = flat
+        if flat.dtype != send_dtype:
+            send = self._pool.take(n, send_dtype)
+            bucket_pack([flat], send, [0])
+        parts = self._pool.take(n, send_dtype)
+        yield self._issue("all-to-all", send, lambda c: c.all_to_all(parts, send), bucket, 0)
+        mine = self._pool.take(n // world, back)
+        ordered_sum(parts.view(world, n // world), mine, scale=r.inverse)
+        full = send if send_dtype == back else self._pool.take(n, back)
+        yield self._issue("all-gather", full, lambda c: c.all_gather(full, mine), bucket, 1)
+        job.unpack(full, 1.0)
+        self._pool.give(
+            parts, mine, *(t for t in {id(send): send, id(full): full}.values() if t is not flat)
+        )
+
+    def _issue(
+        self, operation: str, x: Tensor, start: Callable[[Any], Any], bucket: Bucket, phase: int
+    ) -> _Ticket:
+        assert self._round is not None
+        share = (self._wire.world - 1) / self._wire.world * (2 if operation == "all-reduce" else 1)
+        self._round.sent_bytes += int(x.numel() * x.element_size() * share)
+        doing = f"bucket {bucket.index}, {operation} of {x.numel()} elements"
+        channel = self._wire.gather if phase else self._wire.scatter
+        return self._start(start, channel, doing, bucket.index, operation)
+
+    def _start(
+        self,
+        start: Callable[[Any], Any],
+        channel: Any,
+        doing: str,
+        bucket: int | None,
+        operation: str,
+    ) -> _Ticket:
+        """Issue one collective; its completion wakes the driver."""
+        assert self._round is not None and self.watch is not None
+        self._issued += 1
+        if channel is self._wire.scatter or channel is self._wire.control:
+            self._sent += (doing.partition(",")[0],)
+        position = Position(self._round.step, self._issued, doing, bucket, operation, self._sent)
+        self.watch.position = position
+        ticket = _Ticket(start(channel), position)
+        if self._stream is not None and channel is not self._wire.control:
+            ticket.work.wait()  # orders the stream; the host goes on
+            ticket.done = True
+            return ticket
+        with self._cond:
+            if self._flying == 0:
+                self._flying_since = time.perf_counter()
+            self._flying += 1
+
+        def done(future: Any) -> None:
+            try:
+                future.value()
+            except Exception as error:
+                ticket.error = str(error)
+            with self._cond:
+                self._flying -= 1
+                if self._flying == 0 and self._round is not None:
+                    self._round.busy_ms += 1e3 * (time.perf_counter() - self._flying_since)
+                ticket.done = True
+                self._cond.notify()
+
+        ticket.work.get_future().add_done_callback(done)
+        return ticket
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        _one_thread()
+        while True:
+            with self._cond:
+                while (action := self._next()) is None:
+                    if self._closed:
+                        return
+                    self._cond.wait()
+            try:
+                with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+                    action()
+            except CollectiveError as error:
+                self._fail_with(error)
+            except Exception as error:
+                self.fail(f"{type(error).__name__}: {error}")
+            if self.error is not None:
+                return
+
+    def _next(self) -> Callable[[], None] | None:
+        """What to do now; None to wait. First what other ranks wait for, last what only this rank needs."""
+        if self._header is not None and self._header.done:
+            return self._take_header
+        first, second = self._phases
+        if first and first[0][1].done:
+            return lambda: self._resume(0)
+        if self._queue and self._header is None:
+            item = self._queue[0]
+            if not isinstance(item, Job) or len(first) + len(second) < DEPTH:
+                self._queue.popleft()
+                return lambda: self._take(item)
+        if second and second[0][1].done:
+            return lambda: self._resume(1)
+        if self._footer is not None and self._footer.done:
+            return self._take_footer
+        return None
+
+    def _take(self, item: Any) -> None:
+        r = self._round
+        assert r is not None
+        if isinstance(item, Job):
+            if self._stream is not None:
+                self._stream.wait_event(item.ready)
+            self._advance(self._steps(item, r), item, 0)
+        elif item == "header":
+            send = torch.tensor(r.words(), dtype=torch.int64)
+            self._header_out = torch.empty(self._wire.world * len(send), dtype=torch.int64)
+            self._header = self._start(
+                lambda c: c.all_gather(self._header_out, send),
+                self._wire.control, "header", None, "all-gather",
+            )  # fmt: skip
+            self._header_in = send
+        else:
+            send = torch.frombuffer(bytearray(item), dtype=torch.uint8)
+            self._footer_out = torch.empty(self._wire.world * len(send), dtype=torch.uint8)
+            self._footer = self._start(
+                lambda c: c.all_gather(self._footer_out, send),
+                self._wire.control, "footer", None, "all-gather",
+            )  # fmt: skip
+            self._footer_in = send
+
+    def _take_header(self) -> None:
+        ticket, self._header = self._header, None
+        assert ticket is not None and self._round is not None
+        self._check(ticket)
+        header = self._header_out.view(self._wire.world, -1).tolist()
+        if any(row[3] != header[0][3] for row in header):
+            self._check_layouts()
+        self._round.agree(header)
+
+    def _take_footer(self) -> None:
+        ticket, self._footer = self._footer, None
+        assert ticket is not None and self._round is not None
+        self._check(ticket)
+        self._round.footer = [
+            bytes(r) for r in self._footer_out.view(self._wire.world, -1).tolist()
+        ]
+        self._count_down()
+
+    def _resume(self, phase: int) -> None:
+        steps, ticket, job = self._phases[phase].popleft()
+        self._check(ticket)
+        self._advance(steps, job, phase + 1)
+
+    def _advance(self, steps: Iterator[_Ticket], job: Job, phase: int) -> None:
+        for ticket in steps:
+            if not ticket.done or self._stream is None:
+                self._phases[phase].append((steps, ticket, job))
+                return
+            phase += 1
+        if self._stream is not None:
+            job.finished = self._stream.record_event()
+        job.complete = True
+        self._count_down()
+
+    def _count_down(self) -> None:
+        with self._cond:
+            self._unfinished -= 1
+            if self._unfinished == 0:
+                self._idle.set()
+
+    def _check(self, ticket: _Ticket) -> None:
+        if ticket.error is not None:
+            assert self.watch is not None
+            self.watch.position = ticket.position
+            self.fail(ticket.error)
+            self.raise_error()
+
+    def _fail_with(self, error: CollectiveError) -> None:
+        with self._cond:
+            if self.error is None:
+                self.error = error.again()
+            self._idle.set()
+            self._cond.notify()
+
+
+def _one_thread() -> None:
+    """Let this thread's kernels run on this thread alone: the backward has the others."""
+    torch.get_num_threads()  # torch sets a thread up at its first use; ours must come after
+    with contextlib.suppress(OSError, AttributeError, StopIteration), open("/proc/self/maps") as f:
+        path = next(line.split()[-1] for line in f if "libgomp" in line)
+        ctypes.CDLL(path).omp_set_num_threads(1)

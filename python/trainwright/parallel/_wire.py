@@ -1,0 +1,149 @@
+"""The collectives that the reducer issues, on process groups of its own.
+
+A strategy must not share a process group with the user: its collectives come from another thread, and two threads on
+one group would pair up differently on different ranks. So each strategy makes its own groups over the store of the
+user's
+group: on CPU two Gloo groups, one for each phase of the ordered sum, so that the phases of successive buckets
+overlap while the order within a group stays fixed; on GPU one NCCL group, and one Gloo group for what the host must
+know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from trainwright.parallel.errors import CollectiveError
+
+_joined: dict[
+    str, int
+] = {}  # how many wires each group has made: their names must agree across ranks
+
+
+class Channel:
+    """One process group whose collectives are issued in one order on all ranks. Each call returns a `Work` at once."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def all_to_all(self, out: Tensor, send: Tensor) -> Any:
+        """Part j of `send` goes to rank j; part i of `out` comes from rank i."""
+        return self._backend.alltoall_base(out, send, [], [])
+
+    def all_gather(self, out: Tensor, send: Tensor) -> Any:
+        return self._backend._allgather_base(out, send)
+
+    def all_reduce(self, x: Tensor) -> Any:
+        return self._backend.allreduce([x])
+
+    def broadcast(self, x: Tensor) -> Any:
+        """From the group's rank 0."""
+        return self._backend.broadcast(x, 0)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._backend.shutdown()
+
+
+@dataclass
+class Wire:
+    """This rank's place in a group and its channels. `ranks` are the global ranks, in the group's order."""
+
+    rank: int
+    world: int
+    ranks: tuple[int, ...]
+    name: str
+    store: Any = None
+    control: Channel | None = None  # host tensors
+    scatter: Channel | None = None  # first phase, in bucket order
+    gather: Channel | None = None  # second phase, in bucket order
+
+    def close(self) -> None:
+        for channel in {id(c): c for c in (self.control, self.scatter, self.gather) if c}.values():
+            channel.close()
+
+
+def _gloo(store: Any, rank: int, world: int, timeout: float) -> Channel:
+    return Channel(dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout)))
+
+
+def _nccl(store: Any, rank: int, world: int, timeout: float) -> Channel:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    return Channel(dist.ProcessGroupNCCL(store, rank, world, options))
+
+
+def _wait_for_all(store: Any, wire: Wire, timeout: float) -> None:
+    """Every rank says that it is here; the error names those that did not within the timeout."""
+    keys = [f"here/{r}" for r in range(wire.world)]
+    store.set(keys[wire.rank], "1")
+    deadline = time.monotonic() + timeout
+    missing = list(range(wire.world))
+    while True:
+        missing = [r for r in missing if not store.check([keys[r]])]
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            ranks = tuple(wire.ranks[r] for r in missing)
+            raise CollectiveError(
+                f"{wire.name}: rank {', '.join(map(str, ranks))} did not reach its construction within {timeout:g} s",
+                ranks=ranks,
+                operation="construction",
+            )
+        time.sleep(0.002)
+
+
+def connect(
+    name: str, group: Any, device: torch.device, timeout: float, collective_timeout: float
+) -> Wire:
+    """Make the channels of a new strategy on `group` (None: all ranks). Collective over the group.
+
+    Their collectives fail after `collective_timeout` seconds.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised, or this rank is not in the group.
+        CollectiveError: some rank does not arrive within `timeout` seconds.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{name}: torch.distributed is not initialised; start with torchrun and call"
+            " torch.distributed.init_process_group() first"
+        )
+    group = dist.group.WORLD if group is None else group
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise RuntimeError(f"{name}: group: this process is not a member of the group")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    wire = Wire(rank, len(ranks), ranks, name)
+    if wire.world == 1:
+        return wire
+    backend = dist.get_backend(group)
+    if device.type == "cuda" and "nccl" not in dist.get_backend_config(group):
+        raise ValueError(f"{name}: group: expected NCCL for parameters on GPUs, got {backend}")
+    key = f"trainwright/{group.group_name}"
+    _joined[key] = _joined.get(key, 0) + 1
+    base = dist.distributed_c10d._get_default_store()
+    store = PrefixStore(f"{key}/{_joined[key]}", base)
+    _wait_for_all(store, wire, timeout)
+    wire.store = store
+
+    def gloo(phase: str) -> Channel:
+        return _gloo(PrefixStore(phase, store), rank, wire.world, collective_timeout)
+
+    if device.type == "cuda":
+        wire.control = gloo("control")
+        wire.scatter = wire.gather = _nccl(
+            PrefixStore("data", store), rank, wire.world, collective_timeout
+        )
+    else:
+        wire.control = wire.scatter = gloo("scatter")
+        wire.gather = gloo("gather")
+    return wire

@@ -1,0 +1,574 @@
+"""The reducer: notices when gradients are ready, launches their buckets in one order, and closes the step.
+
+Autograd calls `_on_grad` each time a gradient has been accumulated into a parameter. A bucket is launched when all
+its parameters have had as many such calls as in the step before, and never before the bucket in front of it, so that
+all ranks launch the same sequence. When the outermost backward ends, a callback of the engine launches what is left,
+exchanges a footer (which parameters had a gradient), waits for the averages and applies the `unused` policy, all
+inside the `loss.backward()` that started it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.parallel import _checks
+from trainwright.parallel._driver import Driver, Job, Round
+from trainwright.parallel._replicas import BufferSync
+from trainwright.parallel._wire import Wire
+from trainwright.parallel.layout import FlatLayout, Piece
+
+__all__ = ["Reducer", "StepStats"]
+
+USED, LATE = 1, 2  # bits of a parameter's byte in the footer
+# Footer: whether a hook ran, whether buffers changed, a byte per parameter, then the order of the buckets.
+_HEAD = 2
+
+_task_id = torch._C._current_graph_task_id
+_node = torch._C._current_autograd_node
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What communication cost in one step.
+
+    Attributes:
+        step: number of the step, from 0; a backward that does not communicate is not a step.
+        exposed_ms: time that the backward waited for communication at its end.
+        busy_ms: time during which at least one collective was in flight (0 on GPU: not measured there).
+        sent_bytes: bytes this rank sent for gradients.
+        buckets: number of buckets.
+    """
+
+    step: int = -1
+    exposed_ms: float = 0.0
+    busy_ms: float = 0.0
+    sent_bytes: int = 0
+    buckets: int = 0
+
+    @property
+    def overlap(self) -> float:
+        """Fraction of the communication that the backward hid: 1 - exposed / busy."""
+        return max(0.0, 1.0 - self.exposed_ms / self.busy_ms) if self.busy_ms else 1.0
+
+
+class _Plan:
+    """A layout with what the hooks need to know about it. One per set of parameters that require a gradient."""
+
+    def __init__(self, layout: FlatLayout, active: Sequence[int]) -> None:
+        self.layout = layout
+        self.params = active[::-1]  # slot -> index of the parameter
+        self.slot_of = {index: slot for slot, index in enumerate(self.params)}
+        self.buckets_of: list[list[int]] = [[] for _ in layout.slots]
+        self.slots_in = [[piece.slot for piece in b.pieces] for b in layout.buckets]
+        for b, slots in enumerate(self.slots_in):
+            for slot in slots:
+                self.buckets_of[slot].append(b)
+        self.order = list(range(len(layout.buckets)))  # of launches
+        self.learned = False
+        self.expected = [1] * len(layout.slots)  # hook calls per backward
+
+
+@dataclass
+class _Backward:
+    """The state of one running backward.
+
+    `mode` is what happens to its gradients: "sync" (averaged over the ranks), "add" (a microbatch: added to the sums
+    that the last one will average), "local" (left where they are: inside no_sync), or "alone" (the same, on a single
+    rank).
+    """
+
+    plan: _Plan
+    mode: str
+    weight: float
+    tasks: set[int] = field(default_factory=set)  # graph tasks that have a callback
+    left: list[int] = field(default_factory=list)  # slot -> hook calls still expected
+    calls: list[int] = field(default_factory=list)  # slot -> hook calls so far
+    pending: list[int] = field(default_factory=list)  # bucket -> slots that are not complete
+    ready: list[int] = field(default_factory=list)  # buckets in the order in which they filled up
+    launched: int = 0  # how many buckets of plan.order
+    taken: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)  # slots with a gradient after their launch
+    flushed: bool = False
+
+
+class Reducer:
+    """Averages the gradients of a module over the ranks of `wire`, at the end of each backward.
+
+    Args:
+        module: the owner of the parameters.
+        wire: channels of the group.
+        device: of all parameters.
+        bucket_mb, wire_dtype, unused, ordered, timeout: see `DataParallel`.
+
+    `no_sync`, `micro` and `weight` are set by `DataParallel`'s methods and read where the backward runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        wire: Wire,
+        device: torch.device,
+        *,
+        bucket_mb: float | str,
+        wire_dtype: torch.dtype | None,
+        unused: str,
+        ordered: bool,
+        timeout: float,
+    ) -> None:
+        self.no_sync = False
+        self.micro: tuple[int, int] | None = None  # inside accumulate(i, n)
+        self.weight: float | None = None  # of the next backward
+        self.buffers: BufferSync | None = None
+        self.stats = StepStats()
+        self._wire = wire
+        self._bucket_mb = bucket_mb
+        self._unused = unused
+        self._timeout = timeout
+        self._places = _checks.places(module)
+        self._plans: dict[tuple[bool, ...], _Plan] = {}
+        self._now: _Backward | None = None
+        self._task = -1
+        self._touched: set[int] = set()  # parameters that got a gradient since the last step
+        self._step = 0
+        self._sums = _Sums()
+        me = weakref.ref(self)
+
+        def check_layouts() -> None:
+            reducer = me()
+            if reducer is not None and reducer._now is not None:
+                layout = reducer._now.plan.layout
+                _checks.compare_layouts(wire, layout, timeout, moment=f"step {reducer._step}")
+
+        self.driver = Driver(
+            wire, device, wire_dtype=wire_dtype, ordered=ordered, timeout=timeout,
+            check_layouts=check_layouts,
+        )  # fmt: skip
+        self.handles = []
+        for i, (_, p, _, _) in enumerate(self._places):
+            wanted = p.requires_grad
+            p.requires_grad_(True)  # only then can a hook be put on it; the hook stays
+            hook = functools.partial(_hook, me, i)
+            self.handles.append(p.register_post_accumulate_grad_hook(hook))
+            p.requires_grad_(wanted)
+
+    def plan(self) -> _Plan:
+        """For the parameters that require a gradient now."""
+        mask = tuple([p.requires_grad for _, p, _, _ in self._places])
+        plan = self._plans.get(mask)
+        if plan is None:
+            active = [i for i, wanted in enumerate(mask) if wanted]
+            layout = FlatLayout.build(
+                [self._places[i][:2] for i in active],
+                world=self._wire.world, bucket_mb=self._bucket_mb,
+            )  # fmt: skip
+            plan = self._plans[mask] = _Plan(layout, active)
+        return plan
+
+    def compare_layouts(self, buffers: Sequence[tuple[str, Tensor]]) -> None:
+        """At construction: raise on all ranks if parameters, buffers or what is frozen differ."""
+        wire = self._wire
+        everything = [*[(name, p) for name, p, _, _ in self._places], *buffers]
+        state = FlatLayout.build(everything, world=wire.world, bucket_mb=1024, group="state")
+        for layout in (state, self.plan().layout):
+            assert wire.control is not None
+            mine = torch.tensor([int(layout.fingerprint[:15], 16)])
+            every = torch.empty(wire.world, dtype=torch.int64)
+            self.driver.wait_for(wire.control.all_gather(every, mine))
+            if (every != every[0]).any():
+                _checks.compare_layouts(wire, layout, self._timeout, moment="construction")
+
+    # ---- from the first hook of a backward to the last
+
+    def _on_grad(self, index: int) -> None:
+        task = _task_id()
+        if task != self._task or self._now is None:
+            self._enter(task)
+        b = self._now
+        assert b is not None
+        self._touched.add(index)
+        if b.mode in ("local", "alone"):
+            return
+        slot = b.plan.slot_of[index]
+        b.calls[slot] += 1
+        b.left[slot] = left = b.left[slot] - 1
+        if left == 0:
+            for bucket in b.plan.buckets_of[slot]:
+                b.pending[bucket] -= 1
+                if b.pending[bucket] == 0:
+                    b.ready.append(bucket)
+                    self._launch_ready(b)
+        elif left < 0 and slot in b.taken:
+            b.late.add(slot)
+
+    def _enter(self, task: int) -> None:
+        """The first hook in a graph task: that of the backward, or a nested one of a reentrant checkpoint."""
+        if self._now is None:
+            self._now = self._begin()
+            _open.add(self)
+        self._task = task
+        if task not in self._now.tasks:
+            self._now.tasks.add(task)
+            _queue_callback(self._on_task_end)
+
+    def _begin(self) -> _Backward:
+        self.driver.raise_error()
+        _checks.check_places(self._places)
+        weight, self.weight = 1.0 if self.weight is None else self.weight, None
+        plan = self.plan()
+        self._sums.check(self.micro, plan, self.no_sync)
+        if self.no_sync:
+            return _Backward(plan, "local", weight)
+        last = self.micro is None or self.micro[0] == self.micro[1] - 1
+        if last and self._wire.world == 1 and self._sums.plan is None and weight:
+            return _Backward(plan, "alone", weight)
+        b = _Backward(plan, "sync" if last else "add", weight)
+        b.left = list(plan.expected)
+        b.calls = [0] * len(plan.expected)
+        b.pending = [len(slots) for slots in plan.slots_in]
+        if not last and self._sums.plan is None:
+            self._sums.start(plan, self.driver)
+        if last:
+            total = self._sums.weight + weight
+            fingerprint = int(plan.layout.fingerprint[:15], 16)
+            self.driver.begin(Round(self._step, total, self._sums.plan is not None, fingerprint))
+        return b
+
+    def _launch_ready(self, b: _Backward) -> None:
+        order = b.plan.order
+        while b.launched < len(order) and b.pending[order[b.launched]] == 0:
+            b.launched += 1
+            self._launch(b, order[b.launched - 1])
+
+    def _launch(self, b: _Backward, index: int) -> None:
+        bucket = b.plan.layout.buckets[index]
+        job = Job(bucket, [], [], sums=self._sums.flat.get(index))
+        for piece in bucket.pieces:
+            taken = b.taken.get(piece.slot)
+            if taken is None:
+                taken = b.taken[piece.slot] = self._take(b, piece.slot)
+            job.grads.append(_cut(taken[0], piece))
+            out = _cut(taken[1], piece)
+            if out is not None:
+                job.outs.append(out)
+        if job.sums is not None:
+            self.driver.add(job, b.weight)
+        if b.mode == "sync":
+            self.driver.reduce(job)
+
+    def _take(self, b: _Backward, slot: int) -> tuple[Tensor | None, Tensor | None]:
+        """A parameter's gradient, which it loses until the step ends, and the tensor for the average."""
+        name, p, _, _ = self._places[b.plan.params[slot]]
+        grad, out = p.grad, None
+        cut = len(b.plan.buckets_of[slot]) > 1
+        if grad is None:
+            if b.mode == "sync":
+                out = _real(torch.empty_like(p, requires_grad=False))
+            return None, out
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"DataParallel: {name}: expected a dense gradient, got {grad.layout} (sparse=False helps)"
+            )
+        p.grad = None
+        own = not grad.requires_grad and _checks.writable(grad)
+        grad = _real(grad.detach() if grad.requires_grad else grad)
+        if cut and not grad.is_contiguous():
+            grad, own = grad.contiguous(), True
+        if b.mode == "sync":
+            out = grad if own else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        return grad, out
+
+    # ---- the end of a backward
+
+    def _on_task_end(self) -> None:
+        node = _node()
+        if node is None:
+            self._finish()
+            return
+        # A nested backward has ended, inside a node of the outer one. Take part in the outer one too, to see its
+        # end: from the node that it runs next, since it may have no parameter of ours.
+        following = next((n for n, _ in node.next_functions if n is not None), None)
+        if following is not None:
+            handle: list[Any] = []
+
+            def enter(*_: Any) -> None:
+                handle[0].remove()
+                if self._now is not None:
+                    self._enter(_task_id())
+
+            handle.append(following.register_prehook(enter))
+
+    def sync(self) -> None:
+        """End the step on a rank whose backward touched no parameter, or that has none."""
+        if self._now is not None:
+            raise RuntimeError("DataParallel: sync: a backward is running")
+        self._now = self._begin()
+        self._finish()
+
+    def check_idle(self) -> None:
+        """Outside a backward none can be open, unless the last one was interrupted by an exception."""
+        b = self._now
+        if b is None or _task_id() != -1:
+            return
+        self._now, self._task = None, -1
+        _open.discard(self)
+        self._sums.drop()
+        if b.mode == "sync" and self._wire.world > 1:
+            self.driver.interrupted()
+
+    def _finish(self) -> None:
+        b = self._now
+        if b is None:
+            return
+        # Other replicas in the same backward first send what they have: to wait for ours before would deadlock with
+        # a rank that closes them in the other order.
+        for other in list(_open):
+            if other._now is not None and other._now.tasks & b.tasks:
+                other._flush(other._now)
+        self._flush(b)
+        problem = None
+        if b.mode == "sync":
+            problem = self._close(b)
+        elif b.mode == "alone":
+            self.stats = StepStats(self._step, buckets=len(b.plan.order))
+            self._step += 1
+            problem = self._settle(b, [self._footer(b)], [b.weight])
+        elif b.mode == "add":
+            self._sums.weight += b.weight
+        self._learn(b)
+        self._now, self._task = None, -1
+        _open.discard(self)
+        if problem is not None:
+            raise problem
+
+    def _flush(self, b: _Backward) -> None:
+        """Launch what no hook has launched, and say so."""
+        if b.flushed:
+            return
+        b.flushed = True
+        if b.mode in ("local", "alone"):
+            return
+        rest = b.plan.order[b.launched :]
+        b.launched = len(b.plan.order)
+        b.ready += [index for index in rest if index not in b.ready]
+        for index in rest:
+            self._launch(b, index)
+        if b.mode == "add":
+            for job in self._late_jobs(b, b.late)[0]:
+                job.sums = self._sums.flat[job.bucket.index]
+                self.driver.add(job, b.weight)
+        else:
+            self.driver.finish(self._footer(b))
+
+    def _late_jobs(self, b: _Backward, slots: set[int]) -> tuple[list[Job], dict[int, Tensor]]:
+        """Buckets of gradients that came after their launch: more hook calls than in the step before."""
+        fresh = {slot: self._take(b, slot) for slot in slots}
+        outs: dict[int, Tensor] = {}
+        jobs = []
+        for slot in slots if b.mode == "sync" else ():
+            out = b.taken[slot][1]
+            assert out is not None
+            outs[slot] = torch.empty_like(out)
+        for bucket in b.plan.layout.buckets:
+            if not any(piece.slot in slots for piece in bucket.pieces):
+                continue
+            written = [piece for piece in bucket.pieces if piece.slot in outs]
+            grads = [_cut(fresh.get(piece.slot, (None,))[0], piece) for piece in bucket.pieces]
+            parts = [_part(outs[piece.slot], piece) for piece in written]
+            offsets = [piece.offset for piece in written]
+            jobs.append(Job(bucket, grads, parts, offsets))
+        return jobs, outs
+
+    def _footer(self, b: _Backward) -> bytes:
+        changed = self.buffers is not None and b.mode == "sync" and self.buffers.changed()
+        words = bytearray([bool(b.tasks), changed])
+        touched = self._touched
+        words += bytes([USED if index in touched else 0 for index in b.plan.params])
+        for slot in b.late:
+            words[_HEAD + slot] |= LATE
+        for index in b.ready:
+            words += index.to_bytes(4, "little")
+        return bytes(words)
+
+    def _close(self, b: _Backward) -> RuntimeError | None:
+        """Wait for the averages; all ranks take the same decisions from the same footers."""
+        round_ = self.driver.round
+        begun = time.perf_counter()
+        self.driver.wait()
+        exposed_ms = 1e3 * (time.perf_counter() - begun)
+        footers, n = round_.footer, len(b.plan.params)
+        late = {s for f in footers for s in range(n) if f[_HEAD + s] & LATE} if any(
+            max(f[_HEAD : _HEAD + n], default=0) & LATE for f in footers
+        ) else set()  # fmt: skip
+        if late:
+            jobs, outs = self._late_jobs(b, late)
+            for job in jobs:
+                if self._sums.plan is not None:
+                    job.sums = self.driver.new_sums(job.bucket, _wide(job.bucket.dtype))
+                    self.driver.add(job, b.weight)
+            self.driver.again(jobs)
+            self.driver.wait()
+            for slot, more in outs.items():
+                out = b.taken[slot][1]
+                assert out is not None
+                out.add_(more)
+        if self.buffers is not None and any(f[1] for f in footers):
+            self.buffers.broadcast(self.driver.wait_for)
+        if not b.plan.learned:
+            self._learn_order(b.plan, footers)
+        self.stats = StepStats(
+            self._step, exposed_ms, round_.busy_ms, round_.sent_bytes, len(b.plan.order)
+        )
+        self._step += 1
+        round_.jobs.clear()
+        return self._settle(b, footers, round_.weights)
+
+    def _settle(
+        self, b: _Backward, footers: list[bytes], weights: list[float]
+    ) -> RuntimeError | None:
+        """Give the parameters their averages, by the policy for those without a gradient; returns its error."""
+        n = len(b.plan.params)
+        used = [f[_HEAD : _HEAD + n] for f in footers]
+        complete = all(u.count(0) == 0 for u in used)
+        anywhere = used[0] if complete else bytes(map(max, *used)) if len(used) > 1 else used[0]
+        zero = self._unused == "zero"
+        for slot, index in enumerate(b.plan.params):
+            grad, out = b.taken.get(slot, (None, None))
+            p = self._places[index][1]
+            if out is not None and (grad is not None or zero or anywhere[slot]):
+                p.grad = torch.view_as_complex(out) if p.is_complex() else out
+            elif zero and p.grad is None:
+                p.grad = torch.zeros_like(p, requires_grad=False)
+        for index, before in self._sums.base.items():
+            p = self._places[index][1]
+            p.grad = before if p.grad is None else before.add_(p.grad)
+        self._sums.drop()
+        self._touched.clear()
+        if complete or self._unused != "error":
+            return None
+        return self._unused_error(b, used, weights)
+
+    def _unused_error(
+        self, b: _Backward, used: list[bytes], weights: list[float]
+    ) -> RuntimeError | None:
+        missing = []
+        for slot in reversed(range(len(b.plan.params))):  # in order of registration
+            ranks = [self._wire.ranks[r] for r, u in enumerate(used) if weights[r] and not u[slot]]
+            if ranks:
+                missing.append((b.plan.layout.slots[slot].name, ranks))
+        if not missing:
+            return None  # only ranks of weight 0, which have nothing to say
+        shown = ", ".join(f"{name} (rank {', '.join(map(str, r))})" for name, r in missing[:8])
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        return RuntimeError(
+            f"DataParallel: no gradient for {shown}{more} in this backward. Use every parameter in the loss,"
+            ' freeze those that are not with requires_grad_(False), or choose unused="zero" or unused="skip"'
+        )
+
+    def _learn(self, b: _Backward) -> None:
+        for slot, calls in enumerate(b.calls):
+            if calls:
+                b.plan.expected[slot] = calls
+
+    def _learn_order(self, plan: _Plan, footers: list[bytes]) -> None:
+        """Launch from now on in the order in which the buckets of the first rank with a backward filled up."""
+        for footer in footers:
+            if footer[0]:
+                words = footer[_HEAD + len(plan.params) :]
+                plan.order = [
+                    int.from_bytes(words[i : i + 4], "little") for i in range(0, len(words), 4)
+                ]
+                plan.learned = True
+                return
+
+    # ---- accumulation
+
+    def enter_micro(self, i: int, n: int) -> None:
+        self.check_idle()
+        if self.micro is not None or self.no_sync:
+            raise RuntimeError(
+                "DataParallel: accumulate: cannot be nested, nor stand inside no_sync"
+            )
+        if i == 0:
+            self._sums.drop()
+            if n > 1:
+                for index, (_, p, _, _) in enumerate(self._places):
+                    if p.grad is not None:
+                        self._sums.base[index], p.grad = p.grad, None
+        elif i != self._sums.done:
+            raise ValueError(
+                f"DataParallel: accumulate: i: expected {self._sums.done} (microbatches come in order), got {i}"
+            )
+        self.micro = i, n
+
+    def exit_micro(self) -> None:
+        assert self.micro is not None
+        i, n = self.micro
+        self.micro = None
+        self._sums.done = i + 1 if i + 1 < n else 0
+
+
+class _Sums:
+    """The microbatches of one accumulation so far: per bucket sum(weight x gradient), and sum(weight)."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.drop()
+
+    def drop(self) -> None:
+        self.plan: _Plan | None = None
+        self.flat: dict[int, Tensor] = {}
+        self.weight = 0.0
+        self.base: dict[int, Tensor] = {}  # gradients from before the accumulation, by parameter
+
+    def start(self, plan: _Plan, driver: Driver) -> None:
+        self.plan = plan
+        for bucket in plan.layout.buckets:
+            self.flat[bucket.index] = driver.new_sums(bucket, _wide(bucket.dtype))
+
+    def check(self, micro: tuple[int, int] | None, plan: _Plan, no_sync: bool) -> None:
+        """Raise if a backward that now begins does not belong to the accumulation that has begun."""
+        if self.plan is None or (micro is not None and not no_sync and plan is self.plan):
+            return
+        reason = "requires_grad changed" if micro is not None else "a backward ran outside of it"
+        done = self.done
+        self.drop()
+        raise RuntimeError(
+            f"DataParallel: accumulate: {reason} after {done} microbatches, whose gradients are dropped;"
+            " start again with accumulate(0, n)"
+        )
+
+
+_open: weakref.WeakSet[Reducer] = weakref.WeakSet()  # those with a backward in progress
+
+
+def _hook(reducer: weakref.ref[Reducer], index: int, _: Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive._on_grad(index)
+
+
+def _wide(dtype: str) -> torch.dtype:
+    return torch.float64 if dtype == "float64" else torch.float32
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _cut(x: Tensor | None, piece: Piece) -> Tensor | None:
+    """The part of a tensor that lies in a bucket. A tensor that is really cut is contiguous."""
+    return None if x is None else _part(x, piece)
+
+
+def _part(x: Tensor, piece: Piece) -> Tensor:
+    whole = piece.end - piece.begin == x.numel()
+    return x if whole else x.view(-1)[piece.begin : piece.end]

@@ -1,0 +1,224 @@
+"""`DataParallel`: replicas of a module whose gradients are averaged, by token weight, while the backward runs."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.errors import check_bool, check_number, type_error, value_error
+from trainwright.parallel import _checks
+from trainwright.parallel._driver import TIMEOUT_SHARE
+from trainwright.parallel._replicas import BufferSync, broadcast_from_first
+from trainwright.parallel._wire import connect
+from trainwright.parallel.buckets import Reducer, StepStats
+
+__all__ = ["DataParallel"]
+
+UNUSED = ("error", "zero", "skip")
+
+
+class DataParallel(nn.Module):
+    """Train replicas of `module` on all ranks of a group as one process would train on the whole batch.
+
+    After ``loss.backward()`` returns, each parameter's gradient is ``sum_r w_r g_r / sum_r w_r`` over the ranks r,
+    with the weights that `loss_weight` sets (default 1). It is the same on all ranks, to the bit. Communication runs
+    during the backward, in buckets; the forward never communicates, so evaluation and ``no_grad`` cost nothing and
+    may differ between ranks.
+
+    Args:
+        module: parameters on one device. They, and the buffers, are set to those of the group's rank 0.
+        group: a `torch.distributed` group; None is all ranks. NCCL for GPUs, Gloo for CPUs.
+        bucket_mb: size of a bucket in MiB, or "auto" (see `FlatLayout.build`). It changes no bit of the result.
+        wire_dtype: None sends gradients without loss; `torch.bfloat16` halves the bytes of fp32 gradients. Either way
+            they are summed in fp32 (fp64 for fp64).
+        unused: what becomes of a parameter that got no gradient: "error" raises in the same backward, on every rank,
+            naming it; "zero" counts it as zero; "skip" does too, but leaves None where no rank had a gradient.
+        deterministic: sum in rank order at every position, so that neither bucket size nor placement changes a bit.
+        None:
+            True on CPU, False on GPU (where NCCL's all-reduce sums fp32; 16-bit gradients are always summed in fp32,
+            in rank order).
+        broadcast_buffers: after each step, set the buffers to those of the group's rank 0 (in training mode, and
+        only if
+            some rank has changed one). Done without bumping versions, so graphs that saved a buffer stay valid.
+        timeout: seconds after which a rank that does not take part raises `CollectiveError` on all others.
+
+    Raises:
+        LayoutError: parameters differ between ranks; the message names the first one that does.
+        CollectiveError: here or in a later backward: a rank died, stalled or diverged.
+        RuntimeError: `torch.distributed` is not initialised; in a backward: the `unused` policy, a replaced
+        parameter.
+
+    Gradients are reduced by hooks on the parameters, so calling ``dp.module`` or any part of it directly works too,
+    and what matters for `no_sync` and `accumulate` is where the backward runs. `torch.autograd.grad` does not run
+    these hooks and returns this rank's own gradient. Parameters may be tied, used repeatedly, recomputed (both
+    checkpoint modes), frozen and unfrozen between steps (on all ranks alike), strided, empty, complex and of mixed
+    dtype.
+
+    A gradient that is there before the backward is averaged with it, as in torch. Names are those of `module`:
+    `state_dict`, `named_parameters` and attributes pass through.
+
+    >>> import os, torch, torch.distributed as dist, trainwright as tw
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> dp = tw.parallel.DataParallel(torch.nn.Linear(2, 1, bias=False))
+    >>> dp(torch.ones(3, 2)).mean().backward()
+    >>> dp.weight.grad.tolist()
+    [[1.0, 1.0]]
+    >>> dist.destroy_process_group()
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: Any = None,
+        bucket_mb: float | str = "auto",
+        wire_dtype: torch.dtype | str | None = None,
+        unused: str = "error",
+        deterministic: bool | None = None,
+        broadcast_buffers: bool = True,
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__()
+        op = "DataParallel"
+        if not isinstance(module, nn.Module):
+            raise type_error(op, "module", "an nn.Module", type(module).__name__)
+        if bucket_mb != "auto":
+            check_number(op, "bucket_mb", bucket_mb)
+            if not float(bucket_mb) > 0:
+                raise value_error(op, "bucket_mb", 'a positive number or "auto"', bucket_mb)
+        if wire_dtype not in (None, torch.bfloat16):
+            raise value_error(op, "wire_dtype", "None or torch.bfloat16", wire_dtype)
+        if unused not in UNUSED:
+            raise value_error(op, "unused", f"one of {', '.join(UNUSED)}", repr(unused))
+        if deterministic is not None:
+            check_bool(op, "deterministic", deterministic)
+        check_bool(op, "broadcast_buffers", broadcast_buffers)
+        check_number(op, "timeout", timeout)
+        if not timeout > 0:
+            raise value_error(op, "timeout", "a positive number of seconds", timeout)
+        places = _checks.places(module)
+        device = _checks.one_device(places)
+        self.module = module
+        wire = connect(op, group, device, timeout, TIMEOUT_SHARE * timeout)
+        ordered = device.type == "cpu" if deterministic is None else deterministic
+        self._reducer = Reducer(
+            module, wire, device,
+            bucket_mb=bucket_mb,
+            wire_dtype=wire_dtype if isinstance(wire_dtype, torch.dtype) else None,
+            unused=unused, ordered=ordered, timeout=timeout,
+        )  # fmt: skip
+        handles = self._reducer.handles
+        self._finalizer = weakref.finalize(self, _shut, self._reducer.driver, handles)
+        if wire.world > 1:
+            try:
+                self._reducer.compare_layouts(list(module.named_buffers()))
+                wait = self._reducer.driver.wait_for
+                tensors = [p for _, p, _, _ in places]
+                broadcast_from_first(wire, [*tensors, *module.buffers()], wait)
+                if broadcast_buffers:
+                    self._reducer.buffers = BufferSync(module, wire)
+            except BaseException:
+                self.close()
+                raise
+
+    # ---- the module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._reducer.check_idle()
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of `module`, with its keys."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    # ---- averaging
+
+    def loss_weight(self, n: float | Tensor) -> None:
+        """Set this rank's weight of the next backward only, e.g. the number of tokens in its mean loss.
+
+        With weight 0 this rank's gradient counts for nothing, even if it is NaN, and `unused` does not apply to it.
+        """
+        if isinstance(n, Tensor):
+            n = n.item()
+        check_number("DataParallel.loss_weight", "n", n, minimum=0)
+        self._reducer.weight = float(n)
+
+    @contextlib.contextmanager
+    def accumulate(self, i: int, n: int) -> Iterator[None]:
+        """Microbatch `i` of `n`: all of them, on all ranks, are averaged by weight; only the last communicates.
+
+        Run the backward of a microbatch inside, and do not divide its loss by `n`. Until the last one, the
+        parameters hold no gradient: the weighted sums are kept in fp32. A gradient from before microbatch 0 is added
+        to the result.
+        """
+        op = "DataParallel.accumulate"
+        for name, value in (("i", i), ("n", n)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise type_error(op, name, "an int", type(value).__name__)
+        if not 0 <= i < n:
+            raise value_error(op, "i", f"a number in 0..{n - 1}", i)
+        self._reducer.enter_micro(i, n)
+        try:
+            yield
+        finally:
+            self._reducer.exit_micro()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As torch's: gradients of backwards inside are added to `.grad` and not averaged; the next one outside
+        averages.
+
+        Weights are not applied inside; scaling is yours. `accumulate` does it for you.
+        """
+        if self._reducer.micro is not None:
+            raise RuntimeError("DataParallel: no_sync: cannot stand inside accumulate")
+        before, self._reducer.no_sync = self._reducer.no_sync, True
+        try:
+            yield
+        finally:
+            self._reducer.no_sync = before
+
+    def sync(self) -> None:
+        """Take part in a step with no backward of its own, so that the other ranks do not wait in vain.
+
+        For a rank whose backward touches no parameter (its gradients count as zeros, by the `unused` policy), or
+        that has run out of data: ``dp.loss_weight(0); dp.sync()`` contributes nothing, and `unused` does not apply.
+        """
+        self._reducer.check_idle()
+        self._reducer.sync()
+
+    def stats(self) -> StepStats:
+        """What communication cost in the last step."""
+        return self._reducer.stats
+
+    def close(self) -> None:
+        """Stop communicating and drop the hooks; `module` stays as it is. Also done when this object is deleted."""
+        self._finalizer()
+
+
+def _shut(driver: Any, handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    driver.close()

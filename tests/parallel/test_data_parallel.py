@@ -1,0 +1,26 @@
+"""DataParallel on 1 to 4 Gloo ranks. The cases themselves, one function each, are in data_cases.py."""
+
+import inspect
+
+import data_cases
+import pytest
+
+EVERY = [
+    name
+    for name, f in vars(data_cases).items()
+    if inspect.isfunction(f)
+    and f.__module__ == "data_cases"
+    and list(inspect.signature(f).parameters) == ["rank", "world"]
+]
+TWO = [n for n in EVERY if n not in ("a_group_of_some_ranks", "weight_zero_alone", "unused_alone")]
+SELECTED = (
+    [(1, n) for n in data_cases.CASES[1]]
+    + [(2, n) for n in TWO if n not in data_cases.CASES[3]]
+    + [(3, n) for n in data_cases.CASES[3]]
+    + [(4, n) for n in data_cases.CASES[4]]
+)
+
+
+@pytest.mark.parametrize(("world", "case"), SELECTED, ids=[f"{n}-{w}" for w, n in SELECTED])
+def test_data_parallel(rank_pools, world, case):
+    rank_pools.run(world, "data_cases", case)
