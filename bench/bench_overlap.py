@@ -1,0 +1,86 @@
+"""Data parallel over a slow link: exposed communication of `DataParallel` against torch DDP, on bench/netlab.sh.
+
+The link is set so that an all-reduce of the gradients takes about half the time of the computation. Root only.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from bench.rows import COLUMNS, machine, save
+
+HERE = pathlib.Path(__file__).parent
+COMM_OVER_COMPUTE = 0.5
+FIRST_RATE_MBIT = 300
+
+
+def run_on_hosts(hosts, rate_mbit, rounds):
+    """One run of bench/overlap.py: its JSON line. Skips, saying why, where netlab cannot run."""
+    environment = {
+        **os.environ,
+        "TORCHRUN": str(pathlib.Path(sys.executable).with_name("torchrun")),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        *(str(HERE / "netlab.sh"), "-n", str(hosts), "-r", f"{rate_mbit}mbit", "--"),
+        *(str(HERE / "overlap.py"), "--rounds", str(rounds)),
+    ]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    if result.returncode == 3:
+        pytest.skip(result.stderr.strip().splitlines()[-1])
+    assert result.returncode == 0, result.stderr[-3000:]
+    line = next(line for line in result.stdout.splitlines() if line.startswith("OVERLAP "))
+    return json.loads(line.removeprefix("OVERLAP "))
+
+
+@pytest.mark.parametrize("hosts", [2])
+def test_overlap(request, device, hosts):
+    if device.type != "cpu":
+        pytest.skip("hosts on one machine: CPU only")
+    quick = request.config.getoption("--quick")
+    first = run_on_hosts(hosts, FIRST_RATE_MBIT, 3)
+    rate = round(FIRST_RATE_MBIT * first["comm_over_compute"] / COMM_OVER_COMPUTE)
+    found = run_on_hosts(hosts, rate, 5 if quick else 15)
+    assert found["gradients_agree"], "the two reducers give different gradients"
+
+    shared = dict.fromkeys(COLUMNS)
+    shared |= {
+        "op": "overlap",
+        "dtype": "float32",
+        "bytes": found["gradient_bytes"],
+        "backend": "gloo",
+    }
+    shared |= {
+        "shape": f"{hosts} hosts, comm {COMM_OVER_COMPUTE:g} of compute",
+        "load": os.getloadavg()[0],
+    }
+    rows = []
+    for provider, mode, key in (
+        ("compute alone", "step", "compute_ms"),
+        ("all-reduce alone", "comm", "comm_ms"),
+        ("torch DDP", "step", "ddp_ms"),
+        ("torch DDP", "exposed", "ddp_exposed_ms"),
+        ("trainwright", "step", "trainwright_ms"),
+        ("trainwright", "exposed", "trainwright_exposed_ms"),
+    ):
+        ours = provider == "trainwright"
+        row = shared | machine(device, ours) | {"provider": provider, "mode": mode, "threads": 1}
+        row["median_ms"] = found[key]
+        if ours:
+            peer = found[key.replace("trainwright", "ddp")]
+            row |= {"best_peer": "torch DDP", "ratio_peer": peer / max(found[key], 1e-3)}
+        rows.append(row)
+    save("overlap", rows)
+    report = getattr(request.config, "bench_report", print)
+    comm = f"{found['comm_ms']:.0f} ms comm, {found['comm_over_compute']:.2f} of compute"
+    for name in ("ddp", "trainwright"):
+        step, exposed = found[f"{name}_ms"], found[f"{name}_exposed_ms"]
+        share = found[f"{name}_exposed_fraction"]
+        report(
+            f"overlap {hosts} hosts, {rate} Mbit/s  {name:12s} step {step:.0f} ms, "
+            f"exposed {exposed:.0f} ms = {share:.0%} of {comm}"
+        )
