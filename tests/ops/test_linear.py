@@ -29,10 +29,10 @@ CASES = {
     "gelu, residual": ((2, 13, 48), 50, True, "gelu", True),
     "gelu_tanh": ((37, 30), 65, True, "gelu_tanh", False),
     "silu, no bias": ((30, 29), 17, False, "silu", True),
-    "one of everything": ((1, 1), 1, True, "gelu", True),
+    "one of everything": ((1, 1), 1, True, "relu", True),
     "1-d": ((70,), 33, True, None, True),
-    "primes, three K blocks": ((61, 523), 67, True, "silu", True),
-    "tall": ((211, 37), 5, True, None, True),
+    "primes, three K blocks": ((31, 523), 67, True, "silu", True),
+    "tall": ((131, 37), 5, True, None, True),
     "wide": ((3, 41), 130, True, "gelu", False),
     "K = 0": ((4, 0), 6, True, "gelu", True),
     "no rows": ((0, 8), 6, True, "gelu", True),
@@ -105,9 +105,8 @@ def test_product_of_several_tasks_and_chunks():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", ["gelu, residual", "bias"])
-def test_any_layout(case, backend):
-    inputs, options = make(case)
+def test_any_layout(backend):
+    inputs, options = make("gelu, residual")
     check_layouts(tw.linear, inputs, options, backend=backend)
 
 

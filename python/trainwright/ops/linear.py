@@ -121,6 +121,7 @@ def _autocast(x: Tensor, other: Tensor | None) -> Tensor | None:
 @dispatch.register(
     "linear",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("triton", FLOAT_DTYPES[:3]),
     Candidate("torch", FLOAT_DTYPES),
 )
 def linear(
