@@ -11,6 +11,7 @@ MAX_JOBS, CXX, TORCH_CUDA_ARCH_LIST, TRAINWRIGHT_DEBUG=1 and TRAINWRIGHT_SANITIZ
 A compiler that is present but fails always fails the build: nothing degrades silently.
 """
 
+import functools
 import json
 import os
 import platform
@@ -51,6 +52,7 @@ def torch_paths():
     }
 
 
+@functools.cache
 def decide():
     """What to build, and the reason for each thing that is not built."""
     asked = os.environ.get("TRAINWRIGHT_BUILD", "auto")
@@ -298,13 +300,15 @@ try:
     from setuptools.command.bdist_wheel import bdist_wheel
 
     class AbiWheel(bdist_wheel):
-        """Tag cp310-abi3: one wheel for every Python from 3.10 on."""
+        """Tag cp310-abi3, one wheel for every Python from 3.10 on; py3-none-any without compiled modules."""
 
         def finalize_options(self):
-            reasons, torch = decide()
-            if torch is not None and reasons["cpu"] is None:
-                self.py_limited_api = "cp310"
+            self.py_limited_api = "cp310"
             super().finalize_options()
+
+        def get_tag(self):
+            reasons, _ = decide()
+            return super().get_tag() if reasons["cpu"] is None else ("py3", "none", "any")
 
     commands = {"build_ext": NinjaBuild, "bdist_wheel": AbiWheel}
 except ImportError:

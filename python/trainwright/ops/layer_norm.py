@@ -207,7 +207,7 @@ def layer_norm(
 
 @dispatch.self_check("layer_norm")
 def _check(backend: str, device: torch.device) -> list[Tensor]:
-    inputs = {"x": torch.randn(5, 33), "residual": torch.randn(5, 33), "weight": torch.randn(33)}
+    x, residual, weight, bias = (torch.randn(*shape) for shape in ((5, 33), (5, 33), (33,), (33,)))
     return _library.outputs_and_gradients(
-        layer_norm, backend, device, bias=torch.randn(33), **inputs
+        layer_norm, backend, device, x=x, residual=residual, weight=weight, bias=bias
     )

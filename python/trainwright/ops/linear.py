@@ -193,8 +193,16 @@ def linear(
 
 @dispatch.self_check("linear")
 def _check(backend: str, device: torch.device) -> list[Tensor]:
-    inputs = {"x": torch.randn(7, 33), "weight": torch.randn(20, 33), "bias": torch.randn(20)}
-    options = {"activation": "gelu"}
+    x, weight, bias, residual = (
+        torch.randn(*shape) for shape in ((7, 33), (20, 33), (20,), (7, 20))
+    )
     return _library.outputs_and_gradients(
-        linear, backend, device, options, residual=torch.randn(7, 20), **inputs
+        linear,
+        backend,
+        device,
+        {"activation": "gelu"},
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=residual,
     )
