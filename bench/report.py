@@ -114,14 +114,20 @@ def plot(op: str, groups: list[tuple[str, list[Row]]]) -> list[pathlib.Path]:
         }
         height = 0.8 / len(providers)
         longest = max(values.values(), default=1.0)
+        labelled = set()
         for i, provider in enumerate(providers):
             colour = COLOURS[i % len(COLOURS)]
             for y, c in enumerate(cases):
                 if (c, provider) in values:
                     value, at = values[c, provider], y - 0.4 + (i + 0.5) * height
                     axis.barh(
-                        at, value, height * 0.9, color=colour, label=provider if y == 0 else None
+                        at,
+                        value,
+                        height * 0.9,
+                        color=colour,
+                        label=None if provider in labelled else provider,
                     )
+                    labelled.add(provider)
                     axis.text(value + longest * 0.01, at, f"{value:.2f}", va="center", fontsize=8)
         axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
         axis.set_yticks(range(len(cases)), [" ".join(c) for c in cases], fontsize=9)

@@ -1,4 +1,4 @@
-"""Cases of DataParallel that run in the ranks (see rank_pool.py). Each states what a user relies on; many are reports."""
+"""Cases of DataParallel that run in the ranks (see rank_pool.py). Each states what a user relies on."""
 
 import copy
 import gc
