@@ -41,7 +41,8 @@ def _rms_norm_fwd_kernel(
 @triton.jit
 def _rms_norm_bwd_kernel(
     dy_ptr, dsum_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, N, C, rows_per_program, weight_offset,
-    HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ACC: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
@@ -50,20 +51,23 @@ def _rms_norm_bwd_kernel(
     last = tl.minimum(first + rows_per_program, N)
     if HAS_WEIGHT:
         w = tl.load(w_ptr + c, mask=mask, other=0.0).to(ACC) + weight_offset
+    if NEED_DW:
         dw = tl.zeros((BLOCK_C,), dtype=ACC)
     for row in range(first, last):
         x = tl.load(x_ptr + row * C + c, mask=mask, other=0.0)
         h = x.to(ACC)
         g = tl.load(dy_ptr + row * C + c, mask=mask, other=0.0).to(ACC)
         rstd = tl.load(rstd_ptr + row)
-        if HAS_WEIGHT:
+        if NEED_DW:
             dw += g * h * rstd
-            g = g * w
-        dx = rstd * (g - h * (rstd * rstd * (tl.sum(g * h, axis=0) / C)))
-        if HAS_DSUM:
-            dx += tl.load(dsum_ptr + row * C + c, mask=mask, other=0.0).to(ACC)
-        tl.store(dx_ptr + row * C + c, dx.to(x.dtype), mask=mask)
-    if HAS_WEIGHT:
+        if NEED_DX:
+            if HAS_WEIGHT:
+                g = g * w
+            dx = rstd * (g - h * (rstd * rstd * (tl.sum(g * h, axis=0) / C)))
+            if HAS_DSUM:
+                dx += tl.load(dsum_ptr + row * C + c, mask=mask, other=0.0).to(ACC)
+            tl.store(dx_ptr + row * C + c, dx.to(x.dtype), mask=mask)
+    if NEED_DW:
         tl.store(dw_ptr + program * C + c, dw, mask=mask)
 
 
@@ -90,19 +94,19 @@ def rms_norm_fwd(x, residual, weight, eps, weight_offset):
     return y, total, rstd
 
 
-def rms_norm_bwd(dy, dsum, x, weight, rstd, weight_offset):
+def rms_norm_bwd(dy, dsum, x, weight, rstd, weight_offset, need_dx, need_dw):
     C = x.shape[-1]
     N = x.numel() // C if C else 0
-    dx = torch.empty_like(x)
+    dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     programs = min(N, BWD_PROGRAMS)
-    dw = x.new_empty((programs if weight is not None else 0, C), dtype=rstd.dtype)
+    dw = x.new_empty((programs, C if need_dw else 0), dtype=rstd.dtype)
     if N:
         rows = triton.cdiv(N, programs)
         _rms_norm_bwd_kernel[(programs,)](
-            dy, dsum, x, weight, rstd, dx, dw, N, C, rows, weight_offset,
-            HAS_DSUM=dsum is not None, HAS_WEIGHT=weight is not None, ACC=_acc(x.dtype), **_launch(C),
+            dy, dsum, x, weight, rstd, dx, dw, N, C, rows, weight_offset, HAS_DSUM=dsum is not None,
+            HAS_WEIGHT=weight is not None, NEED_DX=need_dx, NEED_DW=need_dw, ACC=_acc(x.dtype), **_launch(C),
         )  # fmt: skip
-    return dx, dw if weight is None else dw.sum(0)
+    return dx, dw.sum(0)
 
 
 # Configurations that the tests compile ahead of time for every architecture: (kernel, argument types, constants, warps,
@@ -121,7 +125,7 @@ AOT = [
         {"dy_ptr": "*bf16", "dsum_ptr": "*bf16", "x_ptr": "*bf16", "w_ptr": "*fp32", "rstd_ptr": "*fp32",
          "dx_ptr": "*bf16", "dw_ptr": "*fp32", "N": "i32", "C": "i32", "rows_per_program": "i32",
          "weight_offset": "fp32"},
-        {"HAS_DSUM": True, "HAS_WEIGHT": True, "ACC": tl.float32, "BLOCK_C": 4096},
+        {"HAS_DSUM": True, "HAS_WEIGHT": True, "NEED_DX": True, "NEED_DW": True, "ACC": tl.float32, "BLOCK_C": 4096},
         8,
         [],
     ),

@@ -1,17 +1,16 @@
 // RMS norm on the CPU (formula in trainwright/rms_norm.h).
 //
 // forward   one row at a time: pass 1 adds the residual, stores the sum and accumulates x^2; pass 2
-// scales. A row of up
-//           to a few thousand elements stays in L1, so memory sees one read of x and one write of
-//           y.
-// backward  one row at a time: pass 1 accumulates g.x, pass 2 writes dx and adds dy*x*rstd to this
-// thread's dw row;
-//           the per-thread rows are summed in a fixed order, so repeats are bit-equal for a given
-//           thread count.
+//           scales. A row of up to a few thousand elements stays in L1, so memory sees one read of x
+//           and one write of y.
+// backward  four rows at a time: the sum of g x for each row, then dx for the four together with
+//           their part of dw, which is loaded and stored once for four rows. dw is summed in slots
+//           that depend on N alone (rows.h): the same bits for any number of threads.
 // Bytes per element: forward 2s (4s with residual), backward 3s (s = element size). Bound: memory
 // bandwidth.
-#include "cpu/kernel.h"
 #include "trainwright/rms_norm.h"
+
+#include "cpu/rows.h"
 
 namespace tw {
 
@@ -25,9 +24,8 @@ struct RmsNormFwdArgs {
 
 struct RmsNormBwdArgs {
   const void *dy, *dsum, *x, *weight, *rstd;  // dsum: gradient of the returned sum, or null
-  void* dx;                                   // (N, C)
-  void* dw_partial;                           // (slots, C) in acc type, or null
-  int64_t N, C, slots;
+  void *dx, *dw;                              // (N, C), or null; (C) in acc type, or null
+  int64_t N, C;
   double weight_offset;
   DType dtype, weight_dtype;
 };
@@ -42,72 +40,76 @@ TW_DECLARE_KERNEL(rms_norm_bwd, RmsNormBwdArgs)
 TW_BEGIN
 namespace {
 
-// w + offset as A, for the whole row; 1 where there is no weight.
-template<class A>
-void effective_weight(A* out, const void* w, DType dtype, int64_t C, A offset) {
-  if (!w) {
-    for (int64_t c = 0; c < C; ++c) out[c] = A(1);
-    return;
-  }
-  with_float_type(dtype, [&](auto tag) {
-    const auto* p = static_cast<const decltype(tag)*>(w);
-    for (int64_t c = 0; c < C; ++c) out[c] = load_as<A>(p[c]) + offset;
-  });
-}
-
 template<class T>
-void forward_rows(const RmsNormFwdArgs& a, const acc_t<T>* w, int64_t begin, int64_t end) {
+void forward_rows(const RmsNormFwdArgs& a, const acc_t<T>* w, bool stream, int64_t begin,
+                  int64_t end) {
   using A = acc_t<T>;
+  constexpr int U = 4;
   for (int64_t n = begin; n < end; ++n) {
     const T* x = static_cast<const T*>(a.x) + n * a.C;
-    const T* r = a.residual ? static_cast<const T*>(a.residual) + n * a.C : nullptr;
-    T* s = a.residual ? static_cast<T*>(a.sum) + n * a.C : nullptr;
     T* y = static_cast<T*>(a.y) + n * a.C;
-    vec<A> squares{};
-    if (r) {
-      for_lanes<A>(a.C, [&](int64_t i, auto k) {
+    vec<A> squares[U] = {};
+    if (a.residual) {
+      const T* r = static_cast<const T*>(a.residual) + n * a.C;
+      T* s = static_cast<T*>(a.sum) + n * a.C;
+      for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
         vstore<A>(s + i, vload<A>(x + i, k) + vload<A>(r + i, k), k);
         const vec<A> v = vload<A>(s + i, k);  // the norm sees the sum as it was stored, rounded
-        squares += v * v;
+        squares[u] += v * v;
       });
+      x = s;
     } else {
-      for_lanes<A>(a.C, [&](int64_t i, auto k) {
+      for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
         const vec<A> v = vload<A>(x + i, k);
-        squares += v * v;
+        squares[u] += v * v;
       });
     }
-    const A rstd = rms_rstd<A>(hsum<A>(squares), a.C, static_cast<A>(a.eps));
+    const A rstd = rms_rstd<A>(hsum_all<A>(squares), a.C, static_cast<A>(a.eps));
     static_cast<A*>(a.rstd)[n] = rstd;
-    const T* in = r ? s : x;
     for_lanes<A>(a.C, [&](int64_t i, auto k) {
-      vstore<A>(y + i, rms_y(vload<A>(in + i, k), rstd, vload<A>(w + i, k)), k);
+      put<A>(y + i, rms_y(vload<A>(x + i, k), rstd, vload<A>(w + i, k)), k, stream);
     });
   }
+  if (stream) stream_fence();
 }
 
-template<class T>
-void backward_rows(const RmsNormBwdArgs& a, const acc_t<T>* w, acc_t<T>* dw, int64_t begin,
-                   int64_t end) {
+// Rows n .. n + R - 1. dw, where not null, receives their part.
+template<int R, class T>
+void backward_rows(const RmsNormBwdArgs& a, const acc_t<T>* w, acc_t<T>* dw, bool stream,
+                   int64_t n) {
   using A = acc_t<T>;
-  for (int64_t n = begin; n < end; ++n) {
-    const T* x = static_cast<const T*>(a.x) + n * a.C;
-    const T* dy = static_cast<const T*>(a.dy) + n * a.C;
-    const T* dsum = a.dsum ? static_cast<const T*>(a.dsum) + n * a.C : nullptr;
-    T* dx = static_cast<T*>(a.dx) + n * a.C;
-    const A rstd = static_cast<const A*>(a.rstd)[n];
-    vec<A> gx{};
-    for_lanes<A>(a.C, [&](int64_t i, auto k) {
-      gx += vload<A>(dy + i, k) * vload<A>(w + i, k) * vload<A>(x + i, k);
-    });
-    const A mean_gx = hsum<A>(gx) / static_cast<A>(a.C);
-    for_lanes<A>(a.C, [&](int64_t i, auto k) {
-      const vec<A> xv = vload<A>(x + i, k), dyv = vload<A>(dy + i, k);
-      vec<A> d = rms_dx(dyv * vload<A>(w + i, k), xv, rstd, mean_gx);
-      if (dsum) d += vload<A>(dsum + i, k);
-      vstore<A>(dx + i, d, k);
-      if (dw) vstore<A>(dw + i, vload<A>(dw + i, k) + dyv * xv * rstd, k);
-    });
+  const T* x = static_cast<const T*>(a.x) + n * a.C;
+  const T* dy = static_cast<const T*>(a.dy) + n * a.C;
+  const T* dsum = a.dsum ? static_cast<const T*>(a.dsum) + n * a.C : nullptr;
+  T* dx = a.dx ? static_cast<T*>(a.dx) + n * a.C : nullptr;
+  A rstd[R], mean_gx[R];
+  for (int r = 0; r < R; ++r) {
+    constexpr int U = 4;
+    const T *xr = x + r * a.C, *dyr = dy + r * a.C;
+    vec<A> gx[U] = {};
+    if (dx) {
+      for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
+        gx[u] += vload<A>(dyr + i, k) * vload<A>(w + i, k) * vload<A>(xr + i, k);
+      });
+    }
+    rstd[r] = static_cast<const A*>(a.rstd)[n + r];
+    mean_gx[r] = hsum_all<A>(gx) / static_cast<A>(a.C);
   }
+  for_lanes<A>(a.C, [&](int64_t i, auto k) {
+    const vec<A> wv = vload<A>(w + i, k);
+    vec<A> dw_sum{};
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const vec<A> xv = vload<A>(x + r * a.C + i, k), g = vload<A>(dy + r * a.C + i, k);
+      if (dx) {
+        vec<A> v = rms_dx(g * wv, xv, rstd[r], mean_gx[r]);
+        if (dsum) v += vload<A>(dsum + r * a.C + i, k);
+        put<A>(dx + r * a.C + i, v, k, stream);
+      }
+      dw_sum += g * (xv * rstd[r]);
+    }
+    if (dw) vstore<A>(dw + i, vload<A>(dw + i, k) + dw_sum, k);
+  });
 }
 
 }  // namespace
@@ -117,9 +119,10 @@ void rms_norm_fwd(const RmsNormFwdArgs& a) {
     using T = decltype(tag);
     using A = acc_t<T>;
     A* w = new A[static_cast<size_t>(a.C)];
-    effective_weight<A>(w, a.weight, a.weight_dtype, a.C, static_cast<A>(a.weight_offset));
+    widen_row<A>(w, a.weight, a.weight_dtype, a.C, A(1), static_cast<A>(a.weight_offset));
+    const bool stream = can_stream<A>(static_cast<const T*>(a.y), a.C, a.N);
     parallel_for(0, a.N, 1 + 16384 / (a.C + 1),
-                 [&](int64_t b, int64_t e) { forward_rows<T>(a, w, b, e); });
+                 [&](int64_t begin, int64_t end) { forward_rows<T>(a, w, stream, begin, end); });
     delete[] w;
   });
 }
@@ -128,16 +131,23 @@ void rms_norm_bwd(const RmsNormBwdArgs& a) {
   with_float_type(a.dtype, [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;
-    A* w = new A[static_cast<size_t>(a.C)];
-    effective_weight<A>(w, a.weight, a.weight_dtype, a.C, static_cast<A>(a.weight_offset));
-    // Slot s owns rows [s*N/slots, (s+1)*N/slots): which thread runs a slot does not matter.
-    parallel_for(0, a.slots, 1, [&](int64_t b, int64_t e) {
-      for (int64_t s = b; s < e; ++s) {
-        A* dw = a.dw_partial ? static_cast<A*>(a.dw_partial) + s * a.C : nullptr;
+    const int64_t slots = slots_for_rows(a.N);
+    A* w = new A[static_cast<size_t>((1 + slots) * a.C)];
+    A* partial = w + a.C;
+    widen_row<A>(w, a.weight, a.weight_dtype, a.C, A(1), static_cast<A>(a.weight_offset));
+    const bool stream = a.dx && can_stream<A>(static_cast<const T*>(a.dx), a.C, a.N);
+    parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t s = begin; s < end; ++s) {
+        A* dw = a.dw ? partial + s * a.C : nullptr;
         if (dw) memset(dw, 0, static_cast<size_t>(a.C) * sizeof(A));
-        backward_rows<T>(a, w, dw, s * a.N / a.slots, (s + 1) * a.N / a.slots);
+        int64_t n = s * a.N / slots;
+        const int64_t last = (s + 1) * a.N / slots;
+        for (; n + 4 <= last; n += 4) backward_rows<4, T>(a, w, dw, stream, n);
+        for (; n < last; ++n) backward_rows<1, T>(a, w, dw, stream, n);
       }
+      if (stream) stream_fence();
     });
+    if (a.dw) add_slots<A>(static_cast<A*>(a.dw), partial, slots, a.C);
     delete[] w;
   });
 }
@@ -167,20 +177,17 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_fwd_cpu(const Tensor& x,
 
 std::tuple<Tensor, Tensor> rms_norm_bwd_cpu(const Tensor& dy, const std::optional<Tensor>& dsum,
                                             const Tensor& x, const std::optional<Tensor>& weight,
-                                            const Tensor& rstd, double weight_offset) {
+                                            const Tensor& rstd, double weight_offset, bool need_dx,
+                                            bool need_dw) {
   TW_CHECK_CONTIGUOUS(dy);
   TW_CHECK_CONTIGUOUS(x);
   const int64_t C = x.size(x.dim() - 1), N = C ? x.numel() / C : 0;
-  // 16 slots whatever the thread count: the sum over rows has the same bits on every machine.
-  const int64_t slots = 16;
-  Tensor dx = empty(shape_of(x), x);
-  Tensor partial = empty({weight ? slots : 0, C}, x, acc_dtype(x));
-  rms_norm_bwd({data(dy), data(dsum), data(x), data(weight), data(rstd), mutable_data(dx),
-                weight ? mutable_data(partial) : nullptr, N, C, slots, weight_offset, dtype_of(x),
-                weight ? dtype_of(*weight) : DType::f32});
-  if (!weight) return {dx, partial};
-  const std::vector<int64_t> rows = {0};
-  return {dx, torch::stable::sum(partial, rows, false, std::nullopt)};
+  Tensor dx = need_dx ? empty(shape_of(x), x) : empty({0}, x);
+  Tensor dw = empty({need_dw ? C : 0}, x, acc_dtype(x));
+  rms_norm_bwd({data(dy), data(dsum), data(x), data(weight), data(rstd),
+                need_dx ? mutable_data(dx) : nullptr, need_dw ? mutable_data(dw) : nullptr, N, C,
+                weight_offset, dtype_of(x), weight ? dtype_of(*weight) : DType::f32});
+  return {dx, dw};
 }
 
 }  // namespace

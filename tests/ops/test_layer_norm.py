@@ -75,12 +75,11 @@ def test_any_layout(backend):
     check_layouts(tw.layer_norm, inputs, options, backend=backend)
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
 @pytest.mark.parametrize("case", ["plain", "residual", "bias alone"])
-def test_gradcheck(case, backend):
+def test_gradcheck(case):
     inputs, options = make(case)
     check_gradcheck(
-        tw.layer_norm, {k: v[..., :7] for k, v in inputs.items()}, options, backend=backend
+        tw.layer_norm, {k: v[..., :7] for k, v in inputs.items()}, options, backend="cpu"
     )
 
 

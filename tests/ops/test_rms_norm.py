@@ -14,6 +14,8 @@ from numerics import (
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BACKENDS = backends_for_tests(tw.rms_norm)
+# Triton's interpreter is slow, and its kernels treat all dtypes alike but for the accumulator.
+RUNS = [(b, d) for b in BACKENDS for d in DTYPES if b != "triton" or d in DTYPES[:2]]
 
 # id: (shape, weight, residual, eps, weight_offset)
 CASES = {
@@ -47,10 +49,9 @@ def make(case, dtype=torch.float32):
     return {k: v.to(dtype) for k, v in inputs.items()}, {"eps": eps, "weight_offset": offset}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), RUNS, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_matches_reference(case, dtype, backend):
+def test_matches_reference(case, backend, dtype):
     inputs, options = make(case, dtype)
     check_reference(tw.rms_norm, reference, inputs, options, backend=backend)
 
@@ -58,16 +59,14 @@ def test_matches_reference(case, dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_layout(backend):
     inputs, options = make("residual")
+    inputs = {k: v[..., :5].contiguous() for k, v in inputs.items()}
     check_layouts(tw.rms_norm, inputs, options, backend=backend)
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
 @pytest.mark.parametrize("case", ["plain", "residual, no weight", "gemma offset"])
-def test_gradcheck(case, backend):
+def test_gradcheck(case):
     inputs, options = make(case)
-    check_gradcheck(
-        tw.rms_norm, {k: v[..., :7] for k, v in inputs.items()}, options, backend=backend
-    )
+    check_gradcheck(tw.rms_norm, {k: v[..., :7] for k, v in inputs.items()}, options, backend="cpu")
 
 
 @pytest.mark.parametrize("case", ["plain", "residual"])
@@ -79,7 +78,9 @@ def test_compiles_without_graph_break(case):
 def test_opcheck():
     x, w, r = torch.randn(3, 5), torch.randn(5), torch.randn(3, 5)
     check_opcheck(torch.ops.trainwright.rms_norm_fwd.default, x, r, w, 1e-6, 0.0)
-    check_opcheck(torch.ops.trainwright.rms_norm_bwd.default, x, None, r, w, torch.ones(3), 0.0)
+    check_opcheck(
+        torch.ops.trainwright.rms_norm_bwd.default, x, None, r, w, torch.ones(3), 0.0, True, True
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,6 +3,8 @@
 // over rows of dy * x * rstd. All in A = float (double for double); the maths of a row that CPU and
 // CUDA share.
 #pragma once
+#include <math.h>
+
 #include "trainwright/types.h"
 
 TW_BEGIN

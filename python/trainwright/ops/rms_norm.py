@@ -18,7 +18,10 @@ from trainwright.ops import _library
 __all__ = ["rms_norm"]
 
 FWD = "(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_offset) -> (Tensor, Tensor, Tensor)"
-BWD = "(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, float weight_offset) -> (Tensor, Tensor)"
+BWD = (
+    "(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, bool need_dx, bool need_dw) "
+    "-> (Tensor, Tensor)"
+)
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -39,22 +42,18 @@ def _fwd_reference(
 
 
 def _bwd_reference(
-    dy: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    weight_offset: float,
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float,
+    need_dx: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     h, g, rstd = x.to(rstd.dtype), dy.to(rstd.dtype), rstd.view(*x.shape[:-1], 1)
-    dw = h.new_empty(0, x.shape[-1])
-    if weight is not None:
+    dx, dw = x.new_empty(0), h.new_empty(0)
+    if need_dw:
         dw = (g * h * rstd).reshape(rstd.numel(), x.shape[-1]).sum(0)
-        g = g * (weight.to(h.dtype) + weight_offset)
-    dx = rstd * (g - h * rstd.square() * (g * h).mean(-1, keepdim=True))
-    if dsum is not None:
-        dx = dx + dsum.to(h.dtype)
-    return dx.to(x.dtype), dw
+    if need_dx:
+        g = g if weight is None else g * (weight.to(h.dtype) + weight_offset)
+        d = rstd * (g - h * rstd.square() * (g * h).mean(-1, keepdim=True))
+        dx = (d if dsum is None else d + dsum.to(h.dtype)).to(x.dtype)
+    return dx, dw
 
 
 def _fwd_fake(
@@ -66,15 +65,11 @@ def _fwd_fake(
 
 
 def _bwd_fake(
-    dy: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    weight_offset: float,
-) -> tuple[Tensor, Tensor]:
-    dw = x.new_empty((0, x.shape[-1]) if weight is None else (x.shape[-1],), dtype=rstd.dtype)
-    return torch.empty_like(x), dw
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float,
+    need_dx: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dx = torch.empty_like(x) if need_dx else x.new_empty(0)
+    return dx, rstd.new_empty(x.shape[-1] if need_dw else 0)
 
 
 def _fwd_triton(*args: Any) -> Any:
@@ -128,16 +123,26 @@ class _RMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> Any:
         x, weight, rstd = ctx.saved_tensors
+        need_x, need_residual, need_w = ctx.needs_input_grad[:3]
         if not ctx.has_residual:
             dsum = None
         if dy is None:  # only the sum was used
             return dsum, dsum, None, None, None, None
         dsum = None if dsum is None else dsum.contiguous()
-        dx, dw = _BACKWARD[ctx.backend](dy.contiguous(), dsum, x, weight, rstd, ctx.weight_offset)
+        dx, dw = _BACKWARD[ctx.backend](
+            dy.contiguous(),
+            dsum,
+            x,
+            weight,
+            rstd,
+            ctx.weight_offset,
+            need_x or need_residual,
+            need_w,
+        )
         return (
-            dx,
-            dx if ctx.has_residual else None,
-            None if weight is None else dw.to(weight.dtype),
+            dx if need_x else None,
+            dx if need_residual else None,
+            dw.to(weight.dtype) if need_w else None,
             None,
             None,
             None,
