@@ -207,16 +207,7 @@ def layer_norm(
 
 @dispatch.self_check("layer_norm")
 def _check(backend: str, device: torch.device) -> list[Tensor]:
-<<<<<<< HEAD
     x, residual, weight, bias = (torch.randn(*shape) for shape in ((5, 33), (5, 33), (33,), (33,)))
-=======
-    x, residual, weight, bias = (
-        torch.randn(5, 33),
-        torch.randn(5, 33),
-        torch.randn(33),
-        torch.randn(33),
-    )
->>>>>>> 3f2c362 (rope, swiglu, geglu with modules; rms_norm backward in four-row blocks; huge pages for large outputs)
     return _library.outputs_and_gradients(
         layer_norm, backend, device, x=x, residual=residual, weight=weight, bias=bias
     )
