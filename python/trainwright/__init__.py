@@ -30,8 +30,10 @@ except Exception:
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"trainwright.{name}")
+    if name == "LossScaler":
+        return importlib.import_module("trainwright.optim").LossScaler
     raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, "LossScaler"])

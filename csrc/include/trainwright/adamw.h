@@ -1,0 +1,39 @@
+// One AdamW update (Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019), with
+// the gradient as it comes from the loss scaler and the norm clip:
+//   g = multiplier * grad          multiplier = clip / loss scale, negative to maximise
+//   m += (1 - beta1) (g - m),  v += (1 - beta2) (g^2 - v),  [amsgrad: h = max(h, v), else h = v]
+//   p = (1 - lr wd) p - lr / (1 - beta1^t) * m / (sqrt(h / (1 - beta2^t)) + eps)
+// The scalars are computed in double from the parameter's own step count t; elements in A = float
+// (double for double).
+#pragma once
+#include <math.h>
+
+#include "trainwright/types.h"
+
+TW_BEGIN
+
+template<class A>
+struct AdamWScalars {
+  A multiplier, keep, blend1, beta2, blend2, inv_root2, eps, rate;
+};
+
+template<class A>
+TW_HD AdamWScalars<A> adamw_scalars(double lr, double beta1, double beta2, double eps,
+                                    double weight_decay, double step, double multiplier) {
+  return {static_cast<A>(multiplier),  static_cast<A>(1.0 - lr * weight_decay),
+          static_cast<A>(1.0 - beta1), static_cast<A>(beta2),
+          static_cast<A>(1.0 - beta2), static_cast<A>(1.0 / sqrt(1.0 - pow(beta2, step))),
+          static_cast<A>(eps),         static_cast<A>(lr / (1.0 - pow(beta1, step)))};
+}
+
+// V is A or a vector of A. Returns the new parameter; updates m and v. `largest(v)` gives h.
+template<class V, class A, class Largest>
+TW_HD V adamw_update(V p, V grad, V& m, V& v, const AdamWScalars<A>& s, Largest&& largest) {
+  const V g = grad * s.multiplier;
+  m = m + s.blend1 * (g - m);
+  v = s.beta2 * v + s.blend2 * (g * g);
+  const V root = vsqrt(largest(v)) * s.inv_root2 + s.eps;
+  return s.keep * p - s.rate * (m / root);
+}
+
+TW_END

@@ -1,0 +1,160 @@
+"""`tw.optim.AdamW`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright import dispatch
+from trainwright.ops.adamw import STEP
+from trainwright.optim._base import FusedOptimizer, new_step, run_closure, state_dtype
+
+__all__ = ["AdamW"]
+
+
+@dataclass
+class _Batch:
+    """The tensors of one device, in the order of the op's arguments."""
+
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    exp_avgs: list[Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    masters: list[Tensor] = field(default_factory=list)
+    spec: list[int] = field(default_factory=list)
+
+
+class AdamW(FusedOptimizer, torch.optim.AdamW):
+    """`torch.optim.AdamW` in one multi-tensor kernel per device, with masters, clipping and loss scaling folded in.
+
+    The formula is that of `tw.adamw_`. Constructor and `state_dict` are compatible with torch's in both directions; the
+    state of a parameter is ``step`` (0-d fp64, so that it stays exact), ``exp_avg``, ``exp_avg_sq`` and, where used,
+    ``max_exp_avg_sq`` and ``master``.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch, per group too; `lr` and `betas` may be
+            tensors.
+        foreach, capturable, fused: accepted and kept in the groups; the same kernel runs in any case.
+        differentiable: must be False.
+        master_weights: "fp32" or "auto" keeps an fp32 master of each bf16 or fp16 parameter; "none" updates the
+            parameter itself. After editing parameters by hand call `refresh_masters()`.
+        state_dtype, stochastic_rounding, seed: only fp32 state and rounding to nearest so far.
+        max_grad_norm: clip the global 2-norm of all gradients inside the step; ``p.grad`` is not rewritten.
+        backend: None, "cpu", "triton" or "torch".
+
+    Gradients may have another dtype and other strides than their parameter. With a `GradScaler` or `tw.LossScaler` the
+    gradients are unscaled inside the step, and a step that overflowed leaves parameters, state, masters and step counts
+    as they were. `last_step` holds what a step found, on the device: `step()` never waits for it.
+
+    >>> import torch, trainwright as tw
+    >>> p = torch.ones(2, requires_grad=True)
+    >>> opt = tw.optim.AdamW([p], lr=0.5, weight_decay=0.0, max_grad_norm=1.0)
+    >>> p.grad = torch.tensor([3.0, -4.0])
+    >>> opt.step()
+    >>> p.tolist(), opt.last_step.grad_norm.item()
+    ([0.5, 1.5], 5.0)
+    """
+
+    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: str = "auto",
+        state_dtype: torch.dtype | str = torch.float32,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+        backend: str | None = None,
+    ) -> None:
+        self._set_options(
+            differentiable=differentiable,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            max_grad_norm=max_grad_norm,
+            backend=backend,
+        )
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad,
+            maximize=maximize, foreach=foreach, capturable=capturable, fused=fused,
+        )  # fmt: skip
+
+    def _start(self, p: Tensor, state: dict[str, Any]) -> None:
+        state["step"] = new_step(p)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(
+                p, dtype=state_dtype(p), memory_format=torch.preserve_format
+            )
+
+    def _collect(self) -> dict[torch.device, _Batch]:
+        batches: dict[torch.device, _Batch] = {}
+        device, batch = None, _Batch()
+        for index, group in enumerate(self.param_groups):
+            amsgrad = group["amsgrad"]
+            for p in group["params"]:
+                grad = p.grad
+                if grad is None:
+                    continue
+                if grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"AdamW does not support sparse gradients (got layout {grad.layout})"
+                    )
+                if p.device != device:
+                    device = p.device
+                    batch = batches.setdefault(device, _Batch())
+                state = self.state[p]
+                if "exp_avg" not in state:
+                    self._start(p, state)
+                bits = index << 2
+                if amsgrad:
+                    bits |= 2
+                    if "max_exp_avg_sq" not in state:
+                        state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+                    batch.max_exp_avg_sqs.append(state["max_exp_avg_sq"])
+                if self._wants_master(p):
+                    bits |= 1
+                    if "master" not in state:
+                        state["master"] = p.detach().to(torch.float32, copy=True)
+                    batch.masters.append(state["master"])
+                batch.params.append(p)
+                batch.grads.append(grad)
+                batch.exp_avgs.append(state["exp_avg"])
+                batch.exp_avg_sqs.append(state["exp_avg_sq"])
+                batch.steps.append(state["step"])
+                batch.spec.append(bits)
+        return batches
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. Returns what `closure`, if given, returned."""
+        loss = run_closure(closure)
+        batches = self._collect()
+        control = self._overflow_and_clip({d: b.grads for d, b in batches.items()})
+        for device, b in batches.items():
+            chosen = dispatch.resolve("adamw", self._options.backend, device, b.params[0].dtype)
+            hyper = self._hyper(("lr", "betas", "eps", "weight_decay", "maximize"), device)
+            STEP[chosen](
+                b.params, b.grads, b.exp_avgs, b.exp_avg_sqs, b.steps, b.max_exp_avg_sqs, b.masters, b.spec, hyper,
+                None if control is None else control.to(device),
+            )  # fmt: skip
+            torch.autograd.graph.increment_version(b.params)
+        return loss
