@@ -9,6 +9,9 @@
 #include <math.h>
 
 #include "trainwright/types.h"
+#if !defined(__CUDACC__)
+#include "trainwright/vec_sqrt.h"
+#endif
 
 TW_BEGIN
 

@@ -201,3 +201,11 @@ def adamw_(
             torch.autograd.graph.increment_version(
                 [*params, *exp_avgs, *exp_avg_sqs, *steps, *maxima, *present]
             )
+
+
+@dispatch.self_check("adamw")
+def _check(backend: str, device: torch.device) -> list[Tensor]:
+    p, m, g = (torch.randn(5, 33).to(device) for _ in range(3))
+    v, step = torch.rand(5, 33).to(device), torch.ones((), dtype=torch.float64, device=device)
+    adamw_([p], [g.t().contiguous().t()], [m], [v], [step], lr=0.1, backend=backend)
+    return [p, m, v, step]

@@ -205,3 +205,10 @@ def clip_grad_norm_(
             GRAD_SCALE[chosen](members, factor.to(device))
             torch.autograd.graph.increment_version(members)
         return norm.float()
+
+
+@dispatch.self_check("grad_norm")
+def _check(backend: str, device: torch.device) -> list[Tensor]:
+    p = torch.zeros(7, 300, device=device, requires_grad=True)
+    p.grad = torch.randn(7, 300).to(device)
+    return [clip_grad_norm_([p], 1.0, backend=backend), p.grad]
