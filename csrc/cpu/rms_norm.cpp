@@ -154,8 +154,7 @@ void rms_norm_bwd(const RmsNormBwdArgs& a) {
 
 TW_END
 
-#else  // ---- torch bindings
-       // ------------------------------------------------------------------------------------------
+#else  // ---- torch bindings ------------------------------------------------------------------
 
 namespace tw {
 namespace {

@@ -1,9 +1,10 @@
 // RMS norm on CUDA (formula in trainwright/rms_norm.h).
 //
-// forward   one block per row; each thread keeps R packs of VEC elements in registers, so the row
-// is read once. backward  a fixed number of blocks, each walking a contiguous range of rows in
-// order and keeping its part of dw in
-//           registers; the partial rows are summed in a fixed order, so repeats are bit-equal.
+// forward   one block per row; each thread keeps R packs of VEC elements in registers, so the row is
+//           read once.
+// backward  a fixed number of blocks, each walking a contiguous range of rows in order and keeping
+//           its part of dw in registers; the partial rows are summed in a fixed order, so repeats
+//           are bit-equal.
 // Bytes per element: forward 2s (4s with residual), backward 3s (s = element size). Bound: memory
 // bandwidth. Accesses are 16 bytes where C and the pointers allow, one element otherwise. Not yet
 // timed on a GPU.
@@ -270,8 +271,8 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_fwd_cuda(const Tensor& x,
 
 std::tuple<Tensor, Tensor> rms_norm_bwd_cuda(const Tensor& dy, const std::optional<Tensor>& dsum,
                                              const Tensor& x, const std::optional<Tensor>& weight,
-                                             const Tensor& rstd, double weight_offset,
-                                             bool need_dx, bool need_dw) {
+                                             const Tensor& rstd, double weight_offset, bool need_dx,
+                                             bool need_dw) {
   const int64_t C = x.size(x.dim() - 1), N = C ? x.numel() / C : 0;
   check(x, C);
   TW_CHECK_CONTIGUOUS(dy);

@@ -2,10 +2,9 @@
 //
 // TW_HD              marks a function that runs on host and device.
 // TW_BEGIN / TW_END  open and close namespace `tw` with an inline namespace named after the
-// instruction set that the
-//                    file is compiled for (tw::avx2, tw::avx512, tw::base, tw::dev). Without it the
-//                    linker could merge an AVX-512 copy of an inline function with the baseline
-//                    one, and an old CPU would crash.
+//                    instruction set that the file is compiled for (tw::avx2, tw::avx512, tw::base,
+//                    tw::dev). Without it the linker could merge an AVX-512 copy of an inline
+//                    function with the baseline one, and an old CPU would crash.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,7 +1,7 @@
-// RMS norm of one row of C elements:  y = x * rstd * (w + offset),  rstd = 1 / sqrt(mean(x^2) +
-// eps). With g = dy * (w + offset):         dx = rstd * (g - x * rstd^2 * mean(g * x)),  dw = sum
-// over rows of dy * x * rstd. All in A = float (double for double); the maths of a row that CPU and
-// CUDA share.
+// RMS norm of one row of C elements, in A = float (double for double); CPU and CUDA share it.
+//   y = x * rstd * (w + offset),  rstd = 1 / sqrt(mean(x^2) + eps)
+//   dx = rstd * (g - x * rstd^2 * mean(g * x))  with g = dy * (w + offset)
+//   dw = sum over rows of dy * x * rstd
 #pragma once
 #include <math.h>
 

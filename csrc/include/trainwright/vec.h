@@ -55,8 +55,7 @@ TW_HD vec<A> splat(A x) {
   return x - vec<A>{};
 }  // x - 0: keeps NaN, inf and -0
 
-// ---- bits
-// ------------------------------------------------------------------------------------------------------------
+// ---- bits ---------------------------------------------------------------------------------------
 TW_HD vf widen(bf16, vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 TW_HD vh narrow(bf16, vf x) {  // round to nearest even, NaN kept
   const vu u = (vu)x;
@@ -94,8 +93,7 @@ TW_HD vh narrow(f16, vf x) {
 #endif
 }
 
-// ---- load and store
-// ----------------------------------------------------------------------------------------------------
+// ---- load and store -----------------------------------------------------------------------------
 // vload<A>(p): lanes<A> elements at p, any alignment, widened to A. vload<A>(p, n): only the first
 // n (0 <= n < lanes), the rest 0; nothing past p + n is touched.
 template<class A, class T>
@@ -167,8 +165,7 @@ TW_HD vec<A> keep(vec<A> x, int64_t n, A fill) {
   return x;
 }
 
-// ---- reductions
-// ----------------------------------------------------------------------------------------------------------
+// ---- reductions ---------------------------------------------------------------------------------
 template<class A>
 TW_HD A hsum(vec<A> x) {
   A s[lanes<A>];
@@ -189,8 +186,7 @@ TW_HD vec<A> vmax(vec<A> a, vec<A> b) {
   return (a > b) | (a != a) ? a : b;
 }
 
-// ---- functions
-// -----------------------------------------------------------------------------------------------------------
+// ---- functions ----------------------------------------------------------------------------------
 // exp, within 1 ulp of the true value for float. Results below the smallest normal number become 0;
 // overflow gives inf; NaN stays. x = n ln2 + r, |r| <= ln2 / 2; Taylor polynomial of degree 7 in r.
 TW_HD vf vexp(vf x) {
