@@ -1,4 +1,4 @@
-"""Cases of DataParallel that run in the ranks (see rank_pool.py). Each states what a user relies on."""
+"""Cases of DataParallel that run in the ranks (see rank_pool.py). Each states what users rely on; many are reports."""
 
 import copy
 import gc
@@ -928,3 +928,9 @@ def unused_alone(rank, world):
         else:
             loss.backward()
             assert (dp.never.weight.grad is None) == (policy == "skip")
+
+
+def leave_a_replica_behind(rank, world):
+    """Keeps a DataParallel alive until the process ends."""
+    globals()["left_behind"] = dp = wrap(mlp(3, 3))
+    dp(batch(2, 3)).sum().backward()

@@ -4,6 +4,7 @@ import inspect
 
 import data_cases
 import pytest
+from rank_pool import Ranks
 
 EVERY = [
     name
@@ -12,13 +13,24 @@ EVERY = [
     and f.__module__ == "data_cases"
     and list(inspect.signature(f).parameters) == ["rank", "world"]
 ]
-TWO = [n for n in EVERY if n not in ("a_group_of_some_ranks", "weight_zero_alone", "unused_alone")]
+OTHER = ("a_group_of_some_ranks", "weight_zero_alone", "unused_alone", "leave_a_replica_behind")
+TWO = [n for n in EVERY if n not in OTHER]
 SELECTED = (
     [(1, n) for n in data_cases.CASES[1]]
     + [(2, n) for n in TWO if n not in data_cases.CASES[3]]
     + [(3, n) for n in data_cases.CASES[3]]
     + [(4, n) for n in data_cases.CASES[4]]
 )
+
+
+def test_processes_end_cleanly():
+    """With threads of ours still running: no abort, no hang."""
+    ranks = Ranks(4)
+    try:
+        ranks.run("data_cases", "leave_a_replica_behind")
+        ranks.leave(range(4))
+    finally:
+        ranks.close()
 
 
 @pytest.mark.parametrize(("world", "case"), SELECTED, ids=[f"{n}-{w}" for w, n in SELECTED])

@@ -56,7 +56,7 @@ def one_device(found: list[Place]) -> torch.device:
 
 def writable(grad: Tensor) -> bool:
     """Whether each element has its own memory (an expanded gradient has not)."""
-    return grad.is_contiguous() or all(n <= 1 or s for n, s in zip(grad.shape, grad.stride()))
+    return all(n <= 1 or s for n, s in zip(grad.shape, grad.stride()))
 
 
 def compare_layouts(wire: Wire, layout: FlatLayout, timeout: float, *, moment: str) -> None:

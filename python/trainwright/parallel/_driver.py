@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.ops.bucket_pack import bucket_pack, bucket_unpack, ordered_sum
+from trainwright import dispatch
+from trainwright.ops.bucket_pack import _PACK, _SUM, _UNPACK
 from trainwright.parallel._watch import Position, Watch
 from trainwright.parallel._wire import Wire
 from trainwright.parallel.errors import CollectiveError
@@ -48,13 +49,22 @@ class Job:
     ready: Any = None  # CUDA event after the gradients
     finished: Any = None  # CUDA event after the averages
 
-    @property
-    def offsets(self) -> list[int]:
-        return [piece.offset for piece in self.bucket.pieces]
+    def pack(self, flat: Tensor, scale: float, *, nothing: bool = False, add: bool = False) -> None:
+        """flat = (or +=) scale x gradients, missing ones and padding zero; `nothing`: all are missing."""
+        grads = self.grads
+        if nothing or None in grads:
+            empty = flat[:0]
+            grads = [empty if nothing or g is None else g for g in grads]
+        offsets = [piece.offset for piece in self.bucket.pieces]
+        _run("bucket_pack", flat, grads, [*offsets, flat.numel()], scale, None, add)
 
     def unpack(self, flat: Tensor, scale: float) -> None:
-        offsets = self.offsets if self.out_offsets is None else self.out_offsets
-        bucket_unpack(flat, self.outs, offsets, scale=scale)
+        offsets = self.out_offsets
+        if offsets is None:
+            offsets = [piece.offset for piece in self.bucket.pieces]
+        if self.outs:
+            _run("bucket_unpack", flat, self.outs, offsets, scale, None)
+            torch.autograd.graph.increment_version(self.outs)
 
 
 @dataclass
@@ -113,6 +123,14 @@ class Pool:
         self._free += [b.untyped_storage() for b in buffers]
 
 
+_OPS = {"bucket_pack": _PACK, "bucket_unpack": _UNPACK, "ordered_sum": _SUM}
+
+
+def _run(op: str, flat: Tensor, *args: Any) -> None:
+    """An op of trainwright.ops.bucket_pack without its argument checks: those of 200 tensors cost a millisecond."""
+    _OPS[op][dispatch.resolve(op, None, flat.device, flat.dtype)](flat, *args)
+
+
 class _Ticket:
     """A collective in flight."""
 
@@ -160,8 +178,10 @@ class Driver:
         self.watch: Watch | None = None
         if wire.world > 1:
             self.watch = Watch(wire, timeout, self._fail_with)
-            thread = threading.Thread(target=self._run, name="trainwright-driver", daemon=True)
-            thread.start()
+            self._thread = threading.Thread(
+                target=self._run, name="trainwright-driver", daemon=True
+            )
+            self._thread.start()
 
     # ---- called from the backward
 
@@ -200,7 +220,7 @@ class Driver:
         """Add `weight` times a microbatch's gradients to the job's `sums`; stays on this rank."""
         assert job.sums is not None
         if weight:
-            bucket_pack(job.grads, job.sums, job.offsets, scale=weight, accumulate=True)
+            job.pack(job.sums, weight, add=True)
 
     def finish(self, footer: bytes) -> None:
         """Close a step: what each rank has to say about it, after its last bucket."""
@@ -277,6 +297,9 @@ class Driver:
             self._cond.notify()
         if self.watch is not None:
             self.watch.close()
+            # A thread that still runs when the interpreter ends would take the process down with it.
+            if threading.current_thread() is not self._thread:
+                self._thread.join(2.0)
         self._wire.close()
 
     # ---- one bucket
@@ -295,8 +318,7 @@ class Driver:
         flat = job.sums
         if flat is None:
             flat = self._pool.take(n, send_dtype)
-            present = job.grads if r.weight else [None] * len(job.grads)
-            bucket_pack(present, flat, [*job.offsets, n], scale=r.scale)
+            job.pack(flat, r.scale, nothing=not r.weight)
         if world == 1:
             job.unpack(flat, r.inverse)
         elif n == 0:
@@ -315,16 +337,27 @@ class Driver:
         send = flat
         if flat.dtype != send_dtype:
             send = self._pool.take(n, send_dtype)
-            bucket_pack([flat], send, [0])
-        parts = self._pool.take(n, send_dtype)
-        yield self._issue("all-to-all", send, lambda c: c.all_to_all(parts, send), bucket, 0)
-        mine = self._pool.take(n // world, back)
-        ordered_sum(parts.view(world, n // world), mine, scale=r.inverse)
+            send.copy_(flat)
+        part, rank = n // world, self._wire.rank
         full = send if send_dtype == back else self._pool.take(n, back)
-        yield self._issue("all-gather", full, lambda c: c.all_gather(full, mine), bucket, 1)
+        mine = full[rank * part : (rank + 1) * part]
+        if world == 2:  # each rank has one part for the other, and sends only that
+            theirs = self._pool.take(part, send_dtype)
+            away = (1 - rank) * part
+            outgoing, incoming = send[away : away + part], full[away : away + part]
+            yield self._issue("all-to-all", send, lambda c: c.swap(theirs, outgoing), bucket, 0)
+            own = send[rank * part : (rank + 1) * part]
+            parts = [theirs, own] if rank else [own, theirs]
+            _run("ordered_sum", mine, parts, r.inverse, None)
+            yield self._issue("all-gather", full, lambda c: c.swap(incoming, mine), bucket, 1)
+        else:
+            theirs = self._pool.take(n, send_dtype)
+            yield self._issue("all-to-all", send, lambda c: c.all_to_all(theirs, send), bucket, 0)
+            _run("ordered_sum", mine, list(theirs.view(world, part)), r.inverse, None)
+            yield self._issue("all-gather", full, lambda c: c.all_gather(full, mine), bucket, 1)
         job.unpack(full, 1.0)
         self._pool.give(
-            parts, mine, *(t for t in {id(send): send, id(full): full}.values() if t is not flat)
+            theirs, *(t for t in {id(send): send, id(full): full}.values() if t is not flat)
         )
 
     def _issue(

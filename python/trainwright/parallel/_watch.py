@@ -69,6 +69,8 @@ class Watch:
 
     def close(self) -> None:
         self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2.0)
 
     # ---- the thread
 

@@ -31,12 +31,18 @@ _joined: dict[
 class Channel:
     """One process group whose collectives are issued in one order on all ranks. Each call returns a `Work` at once."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, rank: int) -> None:
         self._backend = backend
+        self._rank = rank
 
     def all_to_all(self, out: Tensor, send: Tensor) -> Any:
         """Part j of `send` goes to rank j; part i of `out` comes from rank i."""
         return self._backend.alltoall_base(out, send, [], [])
+
+    def swap(self, out: Tensor, send: Tensor) -> Any:
+        """Between two ranks: `send` goes to the other one, whose own arrives in `out`."""
+        counts = [out.numel(), 0] if self._rank else [0, out.numel()]
+        return self._backend.alltoall_base(out, send, counts, counts)
 
     def all_gather(self, out: Tensor, send: Tensor) -> Any:
         return self._backend._allgather_base(out, send)
@@ -51,6 +57,7 @@ class Channel:
     def close(self) -> None:
         with contextlib.suppress(Exception):
             self._backend.shutdown()
+        self._backend = None
 
 
 @dataclass
@@ -72,13 +79,13 @@ class Wire:
 
 
 def _gloo(store: Any, rank: int, world: int, timeout: float) -> Channel:
-    return Channel(dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout)))
+    return Channel(dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout)), rank)
 
 
 def _nccl(store: Any, rank: int, world: int, timeout: float) -> Channel:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
-    return Channel(dist.ProcessGroupNCCL(store, rank, world, options))
+    return Channel(dist.ProcessGroupNCCL(store, rank, world, options), rank)
 
 
 def _wait_for_all(store: Any, wire: Wire, timeout: float) -> None:

@@ -249,14 +249,16 @@ class Reducer:
             self._launch(b, order[b.launched - 1])
 
     def _launch(self, b: _Backward, index: int) -> None:
-        bucket = b.plan.layout.buckets[index]
+        bucket, plan = b.plan.layout.buckets[index], b.plan
         job = Job(bucket, [], [], sums=self._sums.flat.get(index))
         for piece in bucket.pieces:
             taken = b.taken.get(piece.slot)
             if taken is None:
                 taken = b.taken[piece.slot] = self._take(b, piece.slot)
-            job.grads.append(_cut(taken[0], piece))
-            out = _cut(taken[1], piece)
+            grad, out = taken
+            if len(plan.buckets_of[piece.slot]) > 1:
+                grad, out = _cut(grad, piece), _cut(out, piece)
+            job.grads.append(grad)
             if out is not None:
                 job.outs.append(out)
         if job.sums is not None:
@@ -268,7 +270,6 @@ class Reducer:
         """A parameter's gradient, which it loses until the step ends, and the tensor for the average."""
         name, p, _, _ = self._places[b.plan.params[slot]]
         grad, out = p.grad, None
-        cut = len(b.plan.buckets_of[slot]) > 1
         if grad is None:
             if b.mode == "sync":
                 out = _real(torch.empty_like(p, requires_grad=False))
@@ -278,10 +279,12 @@ class Reducer:
                 f"DataParallel: {name}: expected a dense gradient, got {grad.layout} (sparse=False helps)"
             )
         p.grad = None
-        own = not grad.requires_grad and _checks.writable(grad)
-        grad = _real(grad.detach() if grad.requires_grad else grad)
-        if cut and not grad.is_contiguous():
-            grad, own = grad.contiguous(), True
+        own = not grad.requires_grad
+        grad = _real(grad if own else grad.detach())
+        if not grad.is_contiguous():
+            own = own and _checks.writable(grad)
+            if len(b.plan.buckets_of[slot]) > 1:
+                grad, own = grad.contiguous(), True
         if b.mode == "sync":
             out = grad if own else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
         return grad, out
