@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 HERE = str(Path(__file__).parent)
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "trainwright.parallel"])
+# Imported once; torch._dynamo, because the first optimizer step of a process imports it.
+_context.set_forkserver_preload(["pytest", "torch._dynamo", "trainwright.parallel"])
 
 
 def _serve(rank, world, store_args, connection):
