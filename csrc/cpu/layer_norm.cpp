@@ -1,8 +1,8 @@
 // Layer norm on the CPU (formula in trainwright/layer_norm.h).
 //
-// forward   one row at a time, three passes: the mean (adding and storing the residual sum first);
-//           deviations from it and their squares; y. A row of up to a few thousand elements stays in
-//           L1, so memory sees one read of x and one write of y.
+// forward   two rows at a time, three passes: the mean (adding and storing the residual sum first);
+//           deviations from it and their squares, while the next rows are prefetched; y. Rows of up
+//           to a few thousand elements stay in L1, so memory sees one read of x and one write of y.
 // backward  four rows at a time: two sums for each row, then dx for the four together with their part
 //           of dw and db, which are loaded and stored once for four rows. dw and db are summed in
 //           slots that depend on N alone (rows.h): the same bits for any number of threads.
@@ -40,88 +40,103 @@ TW_DECLARE_KERNEL(layer_norm_bwd, LayerNormBwdArgs)
 TW_BEGIN
 namespace {
 
-template<class T>
+// Rows n .. n + R - 1: two at a time hide the latency of each other's sums.
+template<int R, class T>
 void forward_rows(const LayerNormFwdArgs& a, const acc_t<T>* w, const acc_t<T>* b, bool stream,
-                  int64_t begin, int64_t end) {
+                  int64_t n) {
   using A = acc_t<T>;
-  constexpr int U = 4;
-  for (int64_t n = begin; n < end; ++n) {
-    const T* x = static_cast<const T*>(a.x) + n * a.C;
-    T* y = static_cast<T*>(a.y) + n * a.C;
-    vec<A> sums[U] = {};
-    if (a.residual) {
-      const T* r = static_cast<const T*>(a.residual) + n * a.C;
-      T* s = static_cast<T*>(a.sum) + n * a.C;
-      for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
-        vstore<A>(s + i, vload<A>(x + i, k) + vload<A>(r + i, k), k);
-        sums[u] += vload<A>(s + i, k);  // the norm sees the sum as it was stored, rounded
-      });
-      x = s;
-    } else {
-      for_lanes_unrolled<A, U>(a.C,
-                               [&](int64_t i, auto k, int u) { sums[u] += vload<A>(x + i, k); });
-    }
-    const A mean = hsum_all<A>(sums) / static_cast<A>(a.C);
-    vec<A> deviations[U] = {}, squares[U] = {};
+  constexpr int U = 2;
+  const T* x = static_cast<const T*>(a.x) + n * a.C;
+  T* y = static_cast<T*>(a.y) + n * a.C;
+  const T* next = x + R * a.C;
+  vec<A> sums[R][U] = {};
+  if (a.residual) {
+    const T* residual = static_cast<const T*>(a.residual) + n * a.C;
+    T* s = static_cast<T*>(a.sum) + n * a.C;
     for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
-      const vec<A> d = keep<A>(vload<A>(x + i, k) - mean, k, A(0));
-      deviations[u] += d;
-      squares[u] += d * d;
+      for_rows<R>([&](int r) {
+        const int64_t at = r * a.C + i;
+        vstore<A>(s + at, vload<A>(x + at, k) + vload<A>(residual + at, k), k);
+        sums[r][u] += vload<A>(s + at, k);  // the norm sees the sum as it was stored, rounded
+      });
     });
-    const LayerNormStats<A> stats = layer_norm_stats<A>(
-        mean, hsum_all<A>(deviations), hsum_all<A>(squares), a.C, static_cast<A>(a.eps));
-    static_cast<LayerNormStats<A>*>(a.stats)[n] = stats;
-    for_lanes<A>(a.C, [&](int64_t i, auto k) {
-      const vec<A> d = layer_norm_centred(vload<A>(x + i, k), stats);
-      put<A>(y + i, layer_norm_y(d, stats.rstd, vload<A>(w + i, k), vload<A>(b + i, k)), k, stream);
+    x = s;
+  } else {
+    for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
+      for_rows<R>([&](int r) { sums[r][u] += vload<A>(x + r * a.C + i, k); });
     });
   }
-  if (stream) stream_fence();
+  A mean[R];
+  for_rows<R>([&](int r) { mean[r] = hsum_all<A>(sums[r]) / static_cast<A>(a.C); });
+  vec<A> deviations[R][U] = {}, squares[R][U] = {};
+  for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
+    prefetch_rows<A, R>(next, i);
+    for_rows<R>([&](int r) {
+      const vec<A> d = keep<A>(vload<A>(x + r * a.C + i, k) - mean[r], k, A(0));
+      deviations[r][u] += d;
+      squares[r][u] += d * d;
+    });
+  });
+  LayerNormRow<vec<A>> row[R];
+  for_rows<R>([&](int r) {
+    const auto stats = layer_norm_stats<A>(mean[r], hsum_all<A>(deviations[r]),
+                                           hsum_all<A>(squares[r]), a.C, static_cast<A>(a.eps));
+    static_cast<LayerNormStats<A>*>(a.stats)[n + r] = stats;
+    row[r] = layer_norm_row<vec<A>>(stats, A(0), A(0), a.C);
+  });
+  for_lanes<A>(a.C, [&](int64_t i, auto k) {
+    const vec<A> wv = vload<A>(w + i, k), bv = vload<A>(b + i, k);
+    for_rows<R>([&](int r) {
+      const vec<A> xhat = layer_norm_xhat(vload<A>(x + r * a.C + i, k), row[r]);
+      put<A>(y + r * a.C + i, xhat * wv + bv, k, stream);
+    });
+  });
 }
 
-// Rows n .. n + R - 1. dw and db, where not null, receive their part.
-template<int R, class T>
-void backward_rows(const LayerNormBwdArgs& a, const acc_t<T>* w, acc_t<T>* dw, acc_t<T>* db,
-                   bool stream, int64_t n) {
+// Rows n .. n + R - 1; their part is added to dw and db.
+template<int R, class T, class W>
+void backward_rows(const LayerNormBwdArgs& a, W want, const acc_t<T>* w, acc_t<T>* dw, acc_t<T>* db,
+                   int64_t n) {
   using A = acc_t<T>;
-  const T* x = static_cast<const T*>(a.x) + n * a.C;
-  const T* dy = static_cast<const T*>(a.dy) + n * a.C;
-  const T* dsum = a.dsum ? static_cast<const T*>(a.dsum) + n * a.C : nullptr;
-  T* dx = a.dx ? static_cast<T*>(a.dx) + n * a.C : nullptr;
-  LayerNormStats<A> stats[R];
-  A mean_g[R], slope[R];
+  const int64_t C = a.C;
+  const T* x = static_cast<const T*>(a.x) + n * C;
+  const T* dy = static_cast<const T*>(a.dy) + n * C;
+  const T* dsum = want.dsum ? static_cast<const T*>(a.dsum) + n * C : nullptr;
+  T* dx = want.dx ? static_cast<T*>(a.dx) + n * C : nullptr;
+  const T *next_x = x + R * C, *next_dy = dy + R * C;
+  LayerNormRow<vec<A>> row[R];
   for (int r = 0; r < R; ++r) {
-    constexpr int U = 2;
-    stats[r] = static_cast<const LayerNormStats<A>*>(a.stats)[n + r];
-    const LayerNormStats<A> s = stats[r];
-    const T *xr = x + r * a.C, *dyr = dy + r * a.C;
+    constexpr int U = 4;
+    const auto stats = static_cast<const LayerNormStats<A>*>(a.stats)[n + r];
+    const T *xr = x + r * C, *dyr = dy + r * C;
     vec<A> g_sums[U] = {}, gd_sums[U] = {};
-    if (dx) {
-      for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
+    if (want.dx) {
+      for_lanes_unrolled<A, U>(C, [&](int64_t i, auto k, int u) {
         const vec<A> g = vload<A>(dyr + i, k) * vload<A>(w + i, k);
         g_sums[u] += g;
-        gd_sums[u] += g * layer_norm_centred(vload<A>(xr + i, k), s);
+        gd_sums[u] += g * (vload<A>(xr + i, k) - stats.mean);
       });
     }
-    mean_g[r] = hsum_all<A>(g_sums) / static_cast<A>(a.C);
-    slope[r] = s.rstd * s.rstd * (hsum_all<A>(gd_sums) / static_cast<A>(a.C));
+    row[r] = layer_norm_row<vec<A>>(stats, hsum_all<A>(g_sums), hsum_all<A>(gd_sums), C);
   }
-  for_lanes<A>(a.C, [&](int64_t i, auto k) {
+  for_lanes<A>(C, [&](int64_t i, auto k) {
+    prefetch_rows<A, R>(next_x, i);
+    prefetch_rows<A, R>(next_dy, i);
     const vec<A> wv = vload<A>(w + i, k);
     vec<A> dw_sum{}, db_sum{};
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const vec<A> g = vload<A>(dy + r * a.C + i, k);
-      const vec<A> d = layer_norm_centred(vload<A>(x + r * a.C + i, k), stats[r]);
-      if (dx) {
-        vec<A> v = layer_norm_dx(g * wv, d, stats[r].rstd, mean_g[r], slope[r]);
-        if (dsum) v += vload<A>(dsum + r * a.C + i, k);
-        put<A>(dx + r * a.C + i, v, k, stream);
+    for_rows<R>([&](int r) {
+      const int64_t at = r * C + i;
+      const vec<A> g = vload<A>(dy + at, k);
+      const vec<A> xhat = layer_norm_xhat(vload<A>(x + at, k), row[r]);
+      if (want.dx) {
+        vec<A> v = layer_norm_dx(g * wv, xhat, row[r]);
+        if (want.dsum) v += vload<A>(dsum + at, k);
+        put<A>(dx + at, v, k, want.stream);
       }
-      dw_sum += g * (d * stats[r].rstd);
+      dw_sum += g * xhat;
       db_sum += g;
-    }
-    if (dw) {
+    });
+    if (want.dw) {
       vstore<A>(dw + i, vload<A>(dw + i, k) + dw_sum, k);
       vstore<A>(db + i, vload<A>(db + i, k) + db_sum, k);
     }
@@ -139,8 +154,12 @@ void layer_norm_fwd(const LayerNormFwdArgs& a) {
     widen_row<A>(w, a.weight, a.weight_dtype, a.C, A(1));
     widen_row<A>(b, a.bias, a.bias_dtype, a.C, A(0));
     const bool stream = can_stream<A>(static_cast<const T*>(a.y), a.C, a.N);
-    parallel_for(0, a.N, 1 + 16384 / (a.C + 1),
-                 [&](int64_t begin, int64_t end) { forward_rows<T>(a, w, b, stream, begin, end); });
+    parallel_for(0, a.N, 1 + 16384 / (a.C + 1), [&](int64_t begin, int64_t end) {
+      int64_t n = begin;
+      for (; n + 2 <= end; n += 2) forward_rows<2, T>(a, w, b, stream, n);
+      if (n < end) forward_rows<1, T>(a, w, b, stream, n);
+      if (stream) stream_fence();
+    });
     delete[] w;
   });
 }
@@ -154,18 +173,19 @@ void layer_norm_bwd(const LayerNormBwdArgs& a) {
     A* partial = w + a.C;  // dw of every slot, then db of every slot
     widen_row<A>(w, a.weight, a.weight_dtype, a.C, A(1));
     const bool stream = a.dx && can_stream<A>(static_cast<const T*>(a.dx), a.C, a.N);
-    parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t s = begin; s < end; ++s) {
-        A* dw = a.dw ? partial + s * a.C : nullptr;
-        A* db = a.dw ? partial + (slots + s) * a.C : nullptr;
-        if (dw) memset(dw, 0, static_cast<size_t>(a.C) * sizeof(A));
-        if (db) memset(db, 0, static_cast<size_t>(a.C) * sizeof(A));
-        int64_t n = s * a.N / slots;
-        const int64_t last = (s + 1) * a.N / slots;
-        for (; n + 4 <= last; n += 4) backward_rows<4, T>(a, w, dw, db, stream, n);
-        for (; n < last; ++n) backward_rows<1, T>(a, w, dw, db, stream, n);
-      }
-      if (stream) stream_fence();
+    with_want({a.dx != nullptr, a.dw != nullptr, a.dsum != nullptr, stream}, [&](auto want) {
+      parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; ++s) {
+          A *dw = partial + s * a.C, *db = partial + (slots + s) * a.C;
+          memset(dw, 0, static_cast<size_t>(a.C) * sizeof(A));
+          memset(db, 0, static_cast<size_t>(a.C) * sizeof(A));
+          int64_t n = s * a.N / slots;
+          const int64_t last = (s + 1) * a.N / slots;
+          for (; n + 4 <= last; n += 4) backward_rows<4, T>(a, want, w, dw, db, n);
+          for (; n < last; ++n) backward_rows<1, T>(a, want, w, dw, db, n);
+        }
+        if (stream) stream_fence();
+      });
     });
     if (a.dw) {
       add_slots<A>(static_cast<A*>(a.dw), partial, slots, a.C);

@@ -1,8 +1,8 @@
 // RMS norm on the CPU (formula in trainwright/rms_norm.h).
 //
-// forward   one row at a time: pass 1 adds the residual, stores the sum and accumulates x^2; pass 2
-//           scales. A row of up to a few thousand elements stays in L1, so memory sees one read of x
-//           and one write of y.
+// forward   two rows at a time: pass 1 adds the residual, stores the sum and accumulates x^2; pass 2
+//           scales, while the next rows are prefetched. Rows of up to a few thousand elements stay
+//           in L1, so memory sees one read of x and one write of y.
 // backward  four rows at a time: the sum of g x for each row, then dx for the four together with
 //           their part of dw, which is loaded and stored once for four rows. dw is summed in slots
 //           that depend on N alone (rows.h): the same bits for any number of threads.
@@ -40,75 +40,89 @@ TW_DECLARE_KERNEL(rms_norm_bwd, RmsNormBwdArgs)
 TW_BEGIN
 namespace {
 
-template<class T>
-void forward_rows(const RmsNormFwdArgs& a, const acc_t<T>* w, bool stream, int64_t begin,
-                  int64_t end) {
+// Rows n .. n + R - 1: two at a time hide the latency of each other's sums.
+template<int R, class T>
+void forward_rows(const RmsNormFwdArgs& a, const acc_t<T>* w, bool stream, int64_t n) {
   using A = acc_t<T>;
-  constexpr int U = 4;
-  for (int64_t n = begin; n < end; ++n) {
-    const T* x = static_cast<const T*>(a.x) + n * a.C;
-    T* y = static_cast<T*>(a.y) + n * a.C;
-    vec<A> squares[U] = {};
-    if (a.residual) {
-      const T* r = static_cast<const T*>(a.residual) + n * a.C;
-      T* s = static_cast<T*>(a.sum) + n * a.C;
-      for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
-        vstore<A>(s + i, vload<A>(x + i, k) + vload<A>(r + i, k), k);
-        const vec<A> v = vload<A>(s + i, k);  // the norm sees the sum as it was stored, rounded
-        squares[u] += v * v;
+  constexpr int U = 2;
+  const T* x = static_cast<const T*>(a.x) + n * a.C;
+  T* y = static_cast<T*>(a.y) + n * a.C;
+  const T* next = x + R * a.C;
+  vec<A> squares[R][U] = {};
+  if (a.residual) {
+    const T* residual = static_cast<const T*>(a.residual) + n * a.C;
+    T* s = static_cast<T*>(a.sum) + n * a.C;
+    for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
+      for_rows<R>([&](int r) {
+        const int64_t at = r * a.C + i;
+        vstore<A>(s + at, vload<A>(x + at, k) + vload<A>(residual + at, k), k);
+        const vec<A> v = vload<A>(s + at, k);  // the norm sees the sum as it was stored, rounded
+        squares[r][u] += v * v;
       });
-      x = s;
-    } else {
-      for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
-        const vec<A> v = vload<A>(x + i, k);
-        squares[u] += v * v;
+    });
+    x = s;
+  } else {
+    for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
+      for_rows<R>([&](int r) {
+        const vec<A> v = vload<A>(x + r * a.C + i, k);
+        squares[r][u] += v * v;
       });
-    }
-    const A rstd = rms_rstd<A>(hsum_all<A>(squares), a.C, static_cast<A>(a.eps));
-    static_cast<A*>(a.rstd)[n] = rstd;
-    for_lanes<A>(a.C, [&](int64_t i, auto k) {
-      put<A>(y + i, rms_y(vload<A>(x + i, k), rstd, vload<A>(w + i, k)), k, stream);
     });
   }
-  if (stream) stream_fence();
+  A rstd[R];
+  for_rows<R>([&](int r) {
+    rstd[r] = rms_rstd<A>(hsum_all<A>(squares[r]), a.C, static_cast<A>(a.eps));
+    static_cast<A*>(a.rstd)[n + r] = rstd[r];
+  });
+  for_lanes<A>(a.C, [&](int64_t i, auto k) {
+    prefetch_rows<A, R>(next, i);
+    const vec<A> wv = vload<A>(w + i, k);
+    for_rows<R>([&](int r) {
+      put<A>(y + r * a.C + i, rms_y(vload<A>(x + r * a.C + i, k), rstd[r], wv), k, stream);
+    });
+  });
 }
 
-// Rows n .. n + R - 1. dw, where not null, receives their part.
-template<int R, class T>
-void backward_rows(const RmsNormBwdArgs& a, const acc_t<T>* w, acc_t<T>* dw, bool stream,
-                   int64_t n) {
+// Rows n .. n + R - 1; their part is added to dw.
+template<int R, class T, class W>
+void backward_rows(const RmsNormBwdArgs& a, W want, const acc_t<T>* w, acc_t<T>* dw, int64_t n) {
   using A = acc_t<T>;
-  const T* x = static_cast<const T*>(a.x) + n * a.C;
-  const T* dy = static_cast<const T*>(a.dy) + n * a.C;
-  const T* dsum = a.dsum ? static_cast<const T*>(a.dsum) + n * a.C : nullptr;
-  T* dx = a.dx ? static_cast<T*>(a.dx) + n * a.C : nullptr;
-  A rstd[R], mean_gx[R];
+  const int64_t C = a.C;
+  const T* x = static_cast<const T*>(a.x) + n * C;
+  const T* dy = static_cast<const T*>(a.dy) + n * C;
+  const T* dsum = want.dsum ? static_cast<const T*>(a.dsum) + n * C : nullptr;
+  T* dx = want.dx ? static_cast<T*>(a.dx) + n * C : nullptr;
+  const T *next_x = x + R * C, *next_dy = dy + R * C;
+  vec<A> rstd[R], slope[R];  // dx = g rstd - x slope
   for (int r = 0; r < R; ++r) {
     constexpr int U = 4;
-    const T *xr = x + r * a.C, *dyr = dy + r * a.C;
+    const T *xr = x + r * C, *dyr = dy + r * C;
     vec<A> gx[U] = {};
-    if (dx) {
-      for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
+    if (want.dx) {
+      for_lanes_unrolled<A, U>(C, [&](int64_t i, auto k, int u) {
         gx[u] += vload<A>(dyr + i, k) * vload<A>(w + i, k) * vload<A>(xr + i, k);
       });
     }
-    rstd[r] = static_cast<const A*>(a.rstd)[n + r];
-    mean_gx[r] = hsum_all<A>(gx) / static_cast<A>(a.C);
+    const A s = static_cast<const A*>(a.rstd)[n + r];
+    rstd[r] = splat<A>(s);
+    slope[r] = splat<A>(rms_slope(s, hsum_all<A>(gx), C));
   }
-  for_lanes<A>(a.C, [&](int64_t i, auto k) {
+  for_lanes<A>(C, [&](int64_t i, auto k) {
+    prefetch_rows<A, R>(next_x, i);
+    prefetch_rows<A, R>(next_dy, i);
     const vec<A> wv = vload<A>(w + i, k);
     vec<A> dw_sum{};
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const vec<A> xv = vload<A>(x + r * a.C + i, k), g = vload<A>(dy + r * a.C + i, k);
-      if (dx) {
-        vec<A> v = rms_dx(g * wv, xv, rstd[r], mean_gx[r]);
-        if (dsum) v += vload<A>(dsum + r * a.C + i, k);
-        put<A>(dx + r * a.C + i, v, k, stream);
+    for_rows<R>([&](int r) {
+      const int64_t at = r * C + i;
+      const vec<A> xv = vload<A>(x + at, k), g = vload<A>(dy + at, k) * rstd[r];
+      if (want.dx) {
+        vec<A> v = g * wv - xv * slope[r];
+        if (want.dsum) v += vload<A>(dsum + at, k);
+        put<A>(dx + at, v, k, want.stream);
       }
-      dw_sum += g * (xv * rstd[r]);
-    }
-    if (dw) vstore<A>(dw + i, vload<A>(dw + i, k) + dw_sum, k);
+      dw_sum += g * xv;
+    });
+    if (want.dw) vstore<A>(dw + i, vload<A>(dw + i, k) + dw_sum, k);
   });
 }
 
@@ -121,8 +135,12 @@ void rms_norm_fwd(const RmsNormFwdArgs& a) {
     A* w = new A[static_cast<size_t>(a.C)];
     widen_row<A>(w, a.weight, a.weight_dtype, a.C, A(1), static_cast<A>(a.weight_offset));
     const bool stream = can_stream<A>(static_cast<const T*>(a.y), a.C, a.N);
-    parallel_for(0, a.N, 1 + 16384 / (a.C + 1),
-                 [&](int64_t begin, int64_t end) { forward_rows<T>(a, w, stream, begin, end); });
+    parallel_for(0, a.N, 1 + 16384 / (a.C + 1), [&](int64_t begin, int64_t end) {
+      int64_t n = begin;
+      for (; n + 2 <= end; n += 2) forward_rows<2, T>(a, w, stream, n);
+      if (n < end) forward_rows<1, T>(a, w, stream, n);
+      if (stream) stream_fence();
+    });
     delete[] w;
   });
 }
@@ -136,16 +154,18 @@ void rms_norm_bwd(const RmsNormBwdArgs& a) {
     A* partial = w + a.C;
     widen_row<A>(w, a.weight, a.weight_dtype, a.C, A(1), static_cast<A>(a.weight_offset));
     const bool stream = a.dx && can_stream<A>(static_cast<const T*>(a.dx), a.C, a.N);
-    parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t s = begin; s < end; ++s) {
-        A* dw = a.dw ? partial + s * a.C : nullptr;
-        if (dw) memset(dw, 0, static_cast<size_t>(a.C) * sizeof(A));
-        int64_t n = s * a.N / slots;
-        const int64_t last = (s + 1) * a.N / slots;
-        for (; n + 4 <= last; n += 4) backward_rows<4, T>(a, w, dw, stream, n);
-        for (; n < last; ++n) backward_rows<1, T>(a, w, dw, stream, n);
-      }
-      if (stream) stream_fence();
+    with_want({a.dx != nullptr, a.dw != nullptr, a.dsum != nullptr, stream}, [&](auto want) {
+      parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; ++s) {
+          A* dw = partial + s * a.C;
+          memset(dw, 0, static_cast<size_t>(a.C) * sizeof(A));
+          int64_t n = s * a.N / slots;
+          const int64_t last = (s + 1) * a.N / slots;
+          for (; n + 4 <= last; n += 4) backward_rows<4, T>(a, want, w, dw, n);
+          for (; n < last; ++n) backward_rows<1, T>(a, want, w, dw, n);
+        }
+        if (stream) stream_fence();
+      });
     });
     if (a.dw) add_slots<A>(static_cast<A*>(a.dw), partial, slots, a.C);
     delete[] w;

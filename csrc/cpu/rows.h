@@ -44,6 +44,42 @@ TW_HD void for_lanes_unrolled(int64_t size, F&& body) {
   for (; i + lanes<A> <= size; i += lanes<A>) body(i, Full{}, 0);
   if (i < size) body(i, size - i, 0);
 }
+// body(r) for r = 0 .. R-1, unrolled.
+template<int R, class F>
+TW_HD void for_rows(F&& body) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) body(r);
+}
+// What a backward kernel writes and reads: known when the kernel is compiled for the usual case, so
+// that its inner loop has no branches; a run-time choice for the rest.
+template<bool kSum, bool kStream>
+struct WantAll {
+  static constexpr bool dx = true, dw = true, dsum = kSum, stream = kStream;
+};
+struct Want {
+  bool dx, dw, dsum, stream;
+};
+// Calls f with `want` as a value of the narrowest of these types.
+template<class F>
+void with_want(const Want& want, F&& f) {
+  if (!want.dx || !want.dw)
+    f(want);
+  else if (want.dsum)
+    want.stream ? f(WantAll<true, true>{}) : f(WantAll<true, false>{});
+  else
+    want.stream ? f(WantAll<false, true>{}) : f(WantAll<false, false>{});
+}
+
+// Called with the column i of a loop over R rows of T that follow each other in memory: asks for as
+// much of the R rows at `next` as the loop has read. The hardware's prefetcher stops at a page, and
+// idles while a later pass works on rows in L1.
+template<class A, int R, class T>
+TW_HD void prefetch_rows(const T* next, int64_t i) {
+  constexpr int step = R * lanes<A> * static_cast<int>(sizeof(T));  // bytes per call
+  const char* p = reinterpret_cast<const char*>(next) + i * R * static_cast<int64_t>(sizeof(T));
+#pragma GCC unroll 8
+  for (int at = 0; at < step; at += 64) __builtin_prefetch(p + at, 0, 2);
+}
 template<class A, int U>
 TW_HD A hsum_all(const vec<A> (&x)[U]) {
   vec<A> s = x[0];

@@ -26,19 +26,27 @@ TW_HD LayerNormStats<A> layer_norm_stats(A mean, A deviations, A squares, int64_
   var = var < A(0) ? A(0) : var;  // a constant row, after rounding
   return {mean, low, A(1) / static_cast<A>(sqrt(var + eps))};
 }
-// V is A or a vector of A.
-template<class V, class A>
-TW_HD V layer_norm_centred(V x, const LayerNormStats<A>& s) {
-  return (x - s.mean) - s.low;
+// The factors of a row, as V = A or a vector of A:  xhat = (x - mean) * rstd - shift,
+// dx = g * rstd - (xhat * slope + offset).
+template<class V>
+struct LayerNormRow {
+  V mean, rstd, shift, slope, offset;
+};
+template<class V>
+TW_HD V layer_norm_xhat(V x, const LayerNormRow<V>& c) {
+  return (x - c.mean) * c.rstd - c.shift;
 }
-template<class V, class A>
-TW_HD V layer_norm_y(V centred, A rstd, V w, V b) {
-  return centred * rstd * w + b;
+template<class V>
+TW_HD V layer_norm_dx(V g, V xhat, const LayerNormRow<V>& c) {
+  return g * c.rstd - (xhat * c.slope + c.offset);
 }
-// slope = rstd^2 * mean(g * centred)
+// `g_sum` and `gd_sum` are the sums over the row of g and of g * (x - mean); 0 in forward.
 template<class V, class A>
-TW_HD V layer_norm_dx(V g, V centred, A rstd, A mean_g, A slope) {
-  return rstd * ((g - mean_g) - centred * slope);
+TW_HD LayerNormRow<V> layer_norm_row(const LayerNormStats<A>& s, A g_sum, A gd_sum, int64_t C) {
+  const A n = static_cast<A>(C), mean_g = g_sum / n;
+  const A mean_gx = s.rstd * (gd_sum - s.low * g_sum) / n;
+  return {V{} + s.mean, V{} + s.rstd, V{} + s.low * s.rstd, V{} + s.rstd * mean_gx,
+          V{} + s.rstd * mean_g};
 }
 
 TW_END

@@ -18,6 +18,11 @@ template<class V, class A>
 TW_HD V rms_y(V x, A rstd, V w) {
   return x * rstd * w;
 }
+// rstd^3 * mean(g * x), so that dx = rstd * g - x * slope
+template<class A>
+TW_HD A rms_slope(A rstd, A sum_of_gx, int64_t C) {
+  return rstd * rstd * rstd * (sum_of_gx / static_cast<A>(C));
+}
 template<class V, class A>
 TW_HD V rms_dx(V g, V x, A rstd, A mean_gx) {
   return rstd * (g - x * (rstd * rstd * mean_gx));
