@@ -737,6 +737,23 @@ def the_wrapper_may_be_bypassed(rank, world):
     assert_close(grads(dp), grads(alone))
 
 
+def torch_compile_inside_and_outside(rank, world):
+    """The compiled graph has all gradients at once; the average is the same."""
+    alone = mlp(3, 4, 2)
+    x = batch(2 * world, 3)
+    alone(x).mean().backward()
+    for inside in (True, False):
+        model = copy.deepcopy(alone)
+        model.zero_grad()
+        options = {"backend": "aot_eager", "fullgraph": True}
+        dp = wrap(torch.compile(model, **options) if inside else model)
+        run = dp if inside else torch.compile(dp, **options)
+        for _ in range(2):
+            dp.zero_grad()
+            run(share(x, rank, world)).mean().backward()
+        assert_close(grads(model), grads(alone))
+
+
 def evaluation_does_not_communicate(rank, world):
     """One rank evaluates, in eval mode and under no_grad; the others do not; the step after it lines up."""
     dp = wrap(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))

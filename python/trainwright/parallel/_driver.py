@@ -248,8 +248,13 @@ class Driver:
     def wait(self) -> None:
         """Until the buckets and the footers of the step are here; raises the step's error."""
         if self._wire.world > 1:
-            if not self._idle.wait(self._timeout):
-                self.fail("nothing completed within the timeout")
+            mark, deadline = None, time.monotonic() + self._timeout
+            while not self._idle.wait(min(1.0, self._timeout / 4)):
+                if mark != (self._issued, self._unfinished):  # slow, but it moves
+                    mark = self._issued, self._unfinished
+                    deadline = time.monotonic() + self._timeout
+                elif time.monotonic() > deadline:
+                    self.fail("nothing moved within the timeout")
             self.raise_error()
             if self._stream is not None and self._round is not None:
                 stream = torch.cuda.current_stream(self._device)
@@ -525,6 +530,7 @@ class Driver:
                 self.error = error.again()
             self._idle.set()
             self._cond.notify()
+        self._wire.abort()
 
 
 def _one_thread() -> None:

@@ -54,6 +54,11 @@ class Channel:
         """From the group's rank 0."""
         return self._backend.broadcast(x, 0)
 
+    def abort(self) -> None:
+        """After a failure: let nothing wait for the collectives in flight (on GPU, not even the stream)."""
+        with contextlib.suppress(Exception):
+            self._backend.abort()
+
     def close(self) -> None:
         with contextlib.suppress(Exception):
             self._backend.shutdown()
@@ -73,8 +78,15 @@ class Wire:
     scatter: Channel | None = None  # first phase, in bucket order
     gather: Channel | None = None  # second phase, in bucket order
 
+    def _channels(self) -> list[Channel]:
+        return list({id(c): c for c in (self.control, self.scatter, self.gather) if c}.values())
+
+    def abort(self) -> None:
+        for channel in self._channels():
+            channel.abort()
+
     def close(self) -> None:
-        for channel in {id(c): c for c in (self.control, self.scatter, self.gather) if c}.values():
+        for channel in self._channels():
             channel.close()
 
 

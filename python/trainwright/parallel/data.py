@@ -131,7 +131,8 @@ class DataParallel(nn.Module):
     # ---- the module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._reducer.check_idle()
+        if not torch.compiler.is_compiling():
+            self._reducer.check_idle()
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
