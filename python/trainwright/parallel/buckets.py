@@ -13,15 +13,16 @@ import functools
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.parallel import _checks
-from trainwright.parallel._driver import Driver, Job, Round
+from trainwright.parallel._driver import Driver
+from trainwright.parallel._job import Job, Round
 from trainwright.parallel._replicas import BufferSync
+from trainwright.parallel._step import Backward, Plan, StepStats, Sums, wide
 from trainwright.parallel._wire import Wire
 from trainwright.parallel.layout import FlatLayout, Piece
 
@@ -34,70 +35,6 @@ _HEAD = 2
 _task_id = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What communication cost in one step.
-
-    Attributes:
-        step: number of the step, from 0; a backward that does not communicate is not a step.
-        exposed_ms: time that the backward waited for communication at its end.
-        busy_ms: time during which at least one collective was in flight (0 on GPU: not measured there).
-        sent_bytes: bytes this rank sent for gradients.
-        buckets: number of buckets.
-    """
-
-    step: int = -1
-    exposed_ms: float = 0.0
-    busy_ms: float = 0.0
-    sent_bytes: int = 0
-    buckets: int = 0
-
-    @property
-    def overlap(self) -> float:
-        """Fraction of the communication that the backward hid: 1 - exposed / busy."""
-        return max(0.0, 1.0 - self.exposed_ms / self.busy_ms) if self.busy_ms else 1.0
-
-
-class _Plan:
-    """A layout with what the hooks need to know about it. One per set of parameters that require a gradient."""
-
-    def __init__(self, layout: FlatLayout, active: Sequence[int]) -> None:
-        self.layout = layout
-        self.params = active[::-1]  # slot -> index of the parameter
-        self.slot_of = {index: slot for slot, index in enumerate(self.params)}
-        self.buckets_of: list[list[int]] = [[] for _ in layout.slots]
-        self.slots_in = [[piece.slot for piece in b.pieces] for b in layout.buckets]
-        for b, slots in enumerate(self.slots_in):
-            for slot in slots:
-                self.buckets_of[slot].append(b)
-        self.order = list(range(len(layout.buckets)))  # of launches
-        self.learned = False
-        self.expected = [1] * len(layout.slots)  # hook calls per backward
-
-
-@dataclass
-class _Backward:
-    """The state of one running backward.
-
-    `mode` is what happens to its gradients: "sync" (averaged over the ranks), "add" (a microbatch: added to the sums
-    that the last one will average), "local" (left where they are: inside no_sync), or "alone" (the same, on a single
-    rank).
-    """
-
-    plan: _Plan
-    mode: str
-    weight: float
-    tasks: set[int] = field(default_factory=set)  # graph tasks that have a callback
-    left: list[int] = field(default_factory=list)  # slot -> hook calls still expected
-    calls: list[int] = field(default_factory=list)  # slot -> hook calls so far
-    pending: list[int] = field(default_factory=list)  # bucket -> slots that are not complete
-    ready: list[int] = field(default_factory=list)  # buckets in the order in which they filled up
-    launched: int = 0  # how many buckets of plan.order
-    taken: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
-    late: set[int] = field(default_factory=set)  # slots with a gradient after their launch
-    flushed: bool = False
 
 
 class Reducer:
@@ -134,12 +71,12 @@ class Reducer:
         self._unused = unused
         self._timeout = timeout
         self._places = _checks.places(module)
-        self._plans: dict[tuple[bool, ...], _Plan] = {}
-        self._now: _Backward | None = None
+        self._plans: dict[tuple[bool, ...], Plan] = {}
+        self._now: Backward | None = None
         self._task = -1
         self._touched: set[int] = set()  # parameters that got a gradient since the last step
         self._step = 0
-        self._sums = _Sums()
+        self._sums = Sums()
         me = weakref.ref(self)
 
         def check_layouts() -> None:
@@ -160,7 +97,7 @@ class Reducer:
             self.handles.append(p.register_post_accumulate_grad_hook(hook))
             p.requires_grad_(wanted)
 
-    def plan(self) -> _Plan:
+    def plan(self) -> Plan:
         """For the parameters that require a gradient now."""
         mask = tuple([p.requires_grad for _, p, _, _ in self._places])
         plan = self._plans.get(mask)
@@ -170,7 +107,7 @@ class Reducer:
                 [self._places[i][:2] for i in active],
                 world=self._wire.world, bucket_mb=self._bucket_mb,
             )  # fmt: skip
-            plan = self._plans[mask] = _Plan(layout, active)
+            plan = self._plans[mask] = Plan(layout, active)
         return plan
 
     def compare_layouts(self, buffers: Sequence[tuple[str, Tensor]]) -> None:
@@ -219,18 +156,18 @@ class Reducer:
             self._now.tasks.add(task)
             _queue_callback(self._on_task_end)
 
-    def _begin(self) -> _Backward:
+    def _begin(self) -> Backward:
         self.driver.raise_error()
         _checks.check_places(self._places)
         weight, self.weight = 1.0 if self.weight is None else self.weight, None
         plan = self.plan()
         self._sums.check(self.micro, plan, self.no_sync)
         if self.no_sync:
-            return _Backward(plan, "local", weight)
+            return Backward(plan, "local", weight)
         last = self.micro is None or self.micro[0] == self.micro[1] - 1
         if last and self._wire.world == 1 and self._sums.plan is None and weight:
-            return _Backward(plan, "alone", weight)
-        b = _Backward(plan, "sync" if last else "add", weight)
+            return Backward(plan, "alone", weight)
+        b = Backward(plan, "sync" if last else "add", weight)
         b.left = list(plan.expected)
         b.calls = [0] * len(plan.expected)
         b.pending = [len(slots) for slots in plan.slots_in]
@@ -242,13 +179,13 @@ class Reducer:
             self.driver.begin(Round(self._step, total, self._sums.plan is not None, fingerprint))
         return b
 
-    def _launch_ready(self, b: _Backward) -> None:
+    def _launch_ready(self, b: Backward) -> None:
         order = b.plan.order
         while b.launched < len(order) and b.pending[order[b.launched]] == 0:
             b.launched += 1
             self._launch(b, order[b.launched - 1])
 
-    def _launch(self, b: _Backward, index: int) -> None:
+    def _launch(self, b: Backward, index: int) -> None:
         bucket, plan = b.plan.layout.buckets[index], b.plan
         job = Job(bucket, [], [], sums=self._sums.flat.get(index))
         for piece in bucket.pieces:
@@ -266,7 +203,7 @@ class Reducer:
         if b.mode == "sync":
             self.driver.reduce(job)
 
-    def _take(self, b: _Backward, slot: int) -> tuple[Tensor | None, Tensor | None]:
+    def _take(self, b: Backward, slot: int) -> tuple[Tensor | None, Tensor | None]:
         """A parameter's gradient, which it loses until the step ends, and the tensor for the average."""
         name, p, _, _ = self._places[b.plan.params[slot]]
         grad, out = p.grad, None
@@ -352,7 +289,7 @@ class Reducer:
         if problem is not None:
             raise problem
 
-    def _flush(self, b: _Backward) -> None:
+    def _flush(self, b: Backward) -> None:
         """Launch what no hook has launched, and say so."""
         if b.flushed:
             return
@@ -371,7 +308,7 @@ class Reducer:
         else:
             self.driver.finish(self._footer(b))
 
-    def _late_jobs(self, b: _Backward, slots: set[int]) -> tuple[list[Job], dict[int, Tensor]]:
+    def _late_jobs(self, b: Backward, slots: set[int]) -> tuple[list[Job], dict[int, Tensor]]:
         """Buckets of gradients that came after their launch: more hook calls than in the step before."""
         fresh = {slot: self._take(b, slot) for slot in slots}
         outs: dict[int, Tensor] = {}
@@ -390,7 +327,7 @@ class Reducer:
             jobs.append(Job(bucket, grads, parts, offsets))
         return jobs, outs
 
-    def _footer(self, b: _Backward) -> bytes:
+    def _footer(self, b: Backward) -> bytes:
         changed = self.buffers is not None and b.mode == "sync" and self.buffers.changed()
         words = bytearray([bool(b.tasks), changed])
         touched = self._touched
@@ -401,7 +338,7 @@ class Reducer:
             words += index.to_bytes(4, "little")
         return bytes(words)
 
-    def _close(self, b: _Backward) -> RuntimeError | None:
+    def _close(self, b: Backward) -> RuntimeError | None:
         """Wait for the averages; all ranks take the same decisions from the same footers."""
         round_ = self.driver.round
         begun = time.perf_counter()
@@ -415,7 +352,7 @@ class Reducer:
             jobs, outs = self._late_jobs(b, late)
             for job in jobs:
                 if self._sums.plan is not None:
-                    job.sums = self.driver.new_sums(job.bucket, _wide(job.bucket.dtype))
+                    job.sums = self.driver.new_sums(job.bucket, wide(job.bucket.dtype))
                     self.driver.add(job, b.weight)
             self.driver.again(jobs)
             self.driver.wait()
@@ -435,7 +372,7 @@ class Reducer:
         return self._settle(b, footers, round_.weights)
 
     def _settle(
-        self, b: _Backward, footers: list[bytes], weights: list[float]
+        self, b: Backward, footers: list[bytes], weights: list[float]
     ) -> RuntimeError | None:
         """Give the parameters their averages, by the policy for those without a gradient; returns its error."""
         n = len(b.plan.params)
@@ -460,7 +397,7 @@ class Reducer:
         return self._unused_error(b, used, weights)
 
     def _unused_error(
-        self, b: _Backward, used: list[bytes], weights: list[float]
+        self, b: Backward, used: list[bytes], weights: list[float]
     ) -> RuntimeError | None:
         missing = []
         for slot in reversed(range(len(b.plan.params))):  # in order of registration
@@ -476,12 +413,12 @@ class Reducer:
             ' freeze those that are not with requires_grad_(False), or choose unused="zero" or unused="skip"'
         )
 
-    def _learn(self, b: _Backward) -> None:
+    def _learn(self, b: Backward) -> None:
         for slot, calls in enumerate(b.calls):
             if calls:
                 b.plan.expected[slot] = calls
 
-    def _learn_order(self, plan: _Plan, footers: list[bytes]) -> None:
+    def _learn_order(self, plan: Plan, footers: list[bytes]) -> None:
         """Launch from now on in the order in which the buckets of the first rank with a backward filled up."""
         for footer in footers:
             if footer[0]:
@@ -519,37 +456,6 @@ class Reducer:
         self._sums.done = i + 1 if i + 1 < n else 0
 
 
-class _Sums:
-    """The microbatches of one accumulation so far: per bucket sum(weight x gradient), and sum(weight)."""
-
-    def __init__(self) -> None:
-        self.done = 0
-        self.drop()
-
-    def drop(self) -> None:
-        self.plan: _Plan | None = None
-        self.flat: dict[int, Tensor] = {}
-        self.weight = 0.0
-        self.base: dict[int, Tensor] = {}  # gradients from before the accumulation, by parameter
-
-    def start(self, plan: _Plan, driver: Driver) -> None:
-        self.plan = plan
-        for bucket in plan.layout.buckets:
-            self.flat[bucket.index] = driver.new_sums(bucket, _wide(bucket.dtype))
-
-    def check(self, micro: tuple[int, int] | None, plan: _Plan, no_sync: bool) -> None:
-        """Raise if a backward that now begins does not belong to the accumulation that has begun."""
-        if self.plan is None or (micro is not None and not no_sync and plan is self.plan):
-            return
-        reason = "requires_grad changed" if micro is not None else "a backward ran outside of it"
-        done = self.done
-        self.drop()
-        raise RuntimeError(
-            f"DataParallel: accumulate: {reason} after {done} microbatches, whose gradients are dropped;"
-            " start again with accumulate(0, n)"
-        )
-
-
 _open: weakref.WeakSet[Reducer] = weakref.WeakSet()  # those with a backward in progress
 
 
@@ -557,10 +463,6 @@ def _hook(reducer: weakref.ref[Reducer], index: int, _: Tensor) -> None:
     alive = reducer()
     if alive is not None:
         alive._on_grad(index)
-
-
-def _wide(dtype: str) -> torch.dtype:
-    return torch.float64 if dtype == "float64" else torch.float32
 
 
 def _real(x: Tensor) -> Tensor:
