@@ -14,10 +14,6 @@
 #include <tuple>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "trainwright/types.h"
 
 namespace tw {
@@ -61,22 +57,6 @@ inline std::vector<int64_t> shape_of(const Tensor& t) {
   for (int64_t i = 0; i < t.dim(); ++i) shape[static_cast<size_t>(i)] = t.size(i);
   return shape;
 }
-// Asks for 2 MiB pages under a large fresh tensor, for before its first write: the page faults of 4 KiB pages cost more than
-// writing them. From 64 MiB on, where malloc always hands out a mapping of its own, so that nobody else's memory changes.
-inline void advise_huge_pages(const Tensor& t) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t page = 1 << 21;
-  const auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
-  const auto end =
-      begin + static_cast<uintptr_t>(t.numel()) * static_cast<uintptr_t>(dtype_bytes(dtype_of(t)));
-  const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
-  if (end - begin >= uintptr_t{64} << 20)
-    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#else
-  (void)t;
-#endif
-}
-
 // The type that sums over t are kept in.
 inline ScalarType acc_dtype(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;

@@ -3,10 +3,10 @@
 // forward   one online pass over a row, in blocks of 2048 columns that stay in L1: block maximum, then sum exp(z - m), the
 //           running sum rescaled when the maximum grew. Memory sees one read of the logits.
 // backward  one pass: exp(z - lse) again, combined with weights and target, written once.
-// both      when the loss is a scalar, its gradient is known up to the upstream factor: each row goes through forward and
-//           backward while it lies in L2, so memory sees one read and one write for the whole loss.
+// both      when the upstream gradient of a scalar loss can be foretold, each row goes through forward and backward while
+//           it lies in L2, so memory sees one read and one write for the whole loss.
 // Every row is independent and rows are summed in order, in double: the same bits for any thread count.
-// Bound: memory bandwidth and the page faults of the fresh gradient (binding.h: advise_huge_pages).
+// Bound: memory bandwidth and the page faults of the fresh gradient (cpu/pages.h).
 // fwd+bwd (4096, 50257) fp32, 2 cores, AVX2: see bench/results.
 #include "cpu/kernel.h"
 #include "trainwright/cross_entropy.h"
@@ -34,15 +34,17 @@ struct CrossEntropyGradArgs {
   int64_t upstream_stride;
   const double* scale;  // (2) factors of the upstream gradient for loss and z-loss
   void* grad;           // (N, columns); may be the logits themselves
+  bool fresh;           // grad was just allocated
 };
 
-// Forward of whole rows; with `grad`, the gradient for upstream 1 as well.
+// Forward of whole rows; with `grad`, the gradient for a given upstream gradient as well.
 struct CrossEntropyRowsArgs {
   CrossEntropyTile tile;
   double* lse;          // (N)
   double* loss;         // (N), unscaled and without z-loss
   void* grad;           // (N, columns) or null
   const double* scale;  // (2), for grad
+  double upstream;      // for grad
 };
 
 }  // namespace tw
@@ -52,6 +54,7 @@ TW_DECLARE_KERNEL(cross_entropy_grad, CrossEntropyGradArgs)
 TW_DECLARE_KERNEL(cross_entropy_rows, CrossEntropyRowsArgs)
 
 #ifdef TW_CPU_ISA
+#include "cpu/pages.h"
 #include "trainwright/vec_math.h"
 
 TW_BEGIN
@@ -250,7 +253,7 @@ void run_rows(const CrossEntropyRowsArgs& a, double total, int64_t begin, int64_
   using A = acc_t<T>;
   const CrossEntropyTile& tile = a.tile;
   const CrossEntropyOptions options = options_of(tile, total);
-  const A one = A(1);
+  const A upstream = static_cast<A>(a.upstream);
   for (int64_t n = begin; n < end; ++n) {
     const int64_t t = tile.target[n];
     double loss = 0, lse = 0;
@@ -262,7 +265,8 @@ void run_rows(const CrossEntropyRowsArgs& a, double total, int64_t begin, int64_
     }
     a.lse[n] = lse;
     a.loss[n] = loss;
-    if (a.grad) run_grad<SOFTCAP, T>({tile, a.lse, &one, 0, a.scale, a.grad}, total, n, n + 1);
+    if (a.grad)
+      run_grad<SOFTCAP, T>({tile, a.lse, &upstream, 0, a.scale, a.grad, false}, total, n, n + 1);
   }
 }
 
@@ -287,6 +291,14 @@ void for_rows(const CrossEntropyTile& tile, F&& run) {
   });
 }
 
+// The pages of rows [begin, end) of a fresh gradient.
+template<class T>
+void populate_rows(const CrossEntropyTile& tile, void* grad, int64_t begin, int64_t end) {
+  const int64_t row_bytes = tile.columns * static_cast<int64_t>(sizeof(T));
+  if (tile.N * row_bytes >= POPULATE_MIN_BYTES)
+    populate(static_cast<char*>(grad) + begin * row_bytes, (end - begin) * row_bytes);
+}
+
 double weight_total_of(const CrossEntropyTile& tile) {
   return tile.dtype == DType::f64 ? weight_total<double>(tile) : weight_total<float>(tile);
 }
@@ -302,6 +314,7 @@ void cross_entropy_state(const CrossEntropyStateArgs& a) {
 void cross_entropy_grad(const CrossEntropyGradArgs& a) {
   const double total = weight_total_of(a.tile);
   for_rows(a.tile, [&](auto tag, auto softcap, int64_t begin, int64_t end) {
+    if (a.fresh) populate_rows<decltype(tag)>(a.tile, a.grad, begin, end);
     run_grad<softcap.value, decltype(tag)>(a, total, begin, end);
   });
 }
@@ -309,6 +322,7 @@ void cross_entropy_grad(const CrossEntropyGradArgs& a) {
 void cross_entropy_rows(const CrossEntropyRowsArgs& a) {
   const double total = weight_total_of(a.tile);
   for_rows(a.tile, [&](auto tag, auto softcap, int64_t begin, int64_t end) {
+    if (a.grad) populate_rows<decltype(tag)>(a.tile, a.grad, begin, end);
     run_rows<softcap.value, decltype(tag)>(a, total, begin, end);
   });
 }
@@ -391,7 +405,8 @@ void store(const Tensor& out, int64_t i, double value) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const CrossEntropyTile& tile,
-                                           int64_t reduction, const Tensor* grad) {
+                                           int64_t reduction, const Tensor* grad = nullptr,
+                                           double upstream = 1) {
   const int64_t N = tile.N;
   const Totals totals = totals_of(tile);
   const bool mean = reduction == kMean,
@@ -404,7 +419,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const CrossEntr
   const Tensor rows = empty({N}, logits, ScalarType::Double);
   double* lse = static_cast<double*>(mutable_data(lses));
   double* row = static_cast<double*>(mutable_data(rows));
-  cross_entropy_rows({tile, lse, row, grad ? mutable_data(*grad) : nullptr, scale});
+  cross_entropy_rows({tile, lse, row, grad ? mutable_data(*grad) : nullptr, scale, upstream});
   Tensor loss = empty(reduction == kNone ? std::vector<int64_t>{N} : std::vector<int64_t>{}, logits,
                       acc_dtype(logits));
   double sum = 0;
@@ -419,7 +434,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const CrossEntr
 }
 
 void backward(const Tensor& out, const Tensor& upstream, const CrossEntropyTile& tile,
-              const Tensor& lse, const Tensor& scale) {
+              const Tensor& lse, const Tensor& scale, bool fresh) {
   TW_CHECK_SHAPE(upstream.numel() == 1 || (upstream.numel() == tile.N && upstream.is_contiguous()),
                  "upstream must hold 1 or N contiguous elements");
   TW_CHECK_SHAPE(upstream.scalar_type() == acc_dtype(out),
@@ -429,7 +444,7 @@ void backward(const Tensor& out, const Tensor& upstream, const CrossEntropyTile&
                  "lse and scale must be float64 of shapes (N) and (2)");
   cross_entropy_grad({tile, static_cast<const double*>(data(lse)), data(upstream),
                       upstream.numel() == 1 ? 0 : 1, static_cast<const double*>(data(scale)),
-                      mutable_data(out)});
+                      mutable_data(out), fresh});
 }
 
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_cpu(const Tensor& logits, const Tensor& target,
@@ -440,19 +455,18 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_cpu(const Tensor& logits, c
   const auto tile = tile_of(logits, target, weight, 0, logits.size(1),
                             {ignore_index, label_smoothing, z_loss, softcap});
   check_targets(tile);
-  return forward(logits, tile, reduction, nullptr);
+  return forward(logits, tile, reduction);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_fwd_bwd_cpu(
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& weight,
-    int64_t ignore_index, double label_smoothing, double z_loss, double softcap,
-    int64_t reduction) {
+    int64_t ignore_index, double label_smoothing, double z_loss, double softcap, int64_t reduction,
+    double upstream) {
   const auto tile = tile_of(logits, target, weight, 0, logits.size(1),
                             {ignore_index, label_smoothing, z_loss, softcap});
   check_targets(tile);
   const Tensor grad = empty(shape_of(logits), logits);
-  advise_huge_pages(grad);
-  auto [loss, lse, scale] = forward(logits, tile, reduction, &grad);
+  auto [loss, lse, scale] = forward(logits, tile, reduction, &grad, upstream);
   return {loss, lse, scale, grad};
 }
 
@@ -463,8 +477,7 @@ Tensor cross_entropy_bwd_cpu(const Tensor& dloss, const Tensor& logits, const Te
   const auto tile = tile_of(logits, target, weight, 0, logits.size(1),
                             {ignore_index, label_smoothing, z_loss, softcap});
   const Tensor grad = empty(shape_of(logits), logits);
-  advise_huge_pages(grad);
-  backward(grad, dloss, tile, lse, scale);
+  backward(grad, dloss, tile, lse, scale, true);
   return grad;
 }
 
@@ -478,7 +491,7 @@ void cross_entropy_tile_grad_cpu(const Tensor& out, const Tensor& dloss, const T
                  "out must be like the logits");
   const auto tile = tile_of(logits, target, weight, first, classes,
                             {ignore_index, label_smoothing, z_loss, softcap});
-  backward(out, dloss, tile, lse, scale);
+  backward(out, dloss, tile, lse, scale, false);
 }
 
 void cross_entropy_tile_state_cpu(const Tensor& state, const Tensor& logits, const Tensor& target,

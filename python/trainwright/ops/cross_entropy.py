@@ -24,7 +24,10 @@ REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
 FWD = f"(Tensor logits, Tensor target, Tensor? weight, {_OPTIONS}, int reduction) -> (Tensor, Tensor, Tensor)"
-FWD_BWD = FWD[:-1] + ", Tensor)"
+FWD_BWD = (
+    f"(Tensor logits, Tensor target, Tensor? weight, {_OPTIONS}, int reduction, float upstream) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
 BWD = f"(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor scale, {_OPTIONS}) -> Tensor"
 TILE_STATE = (
     "(Tensor(a!) state, Tensor logits, Tensor target, Tensor? weight, int first, int classes, "
@@ -174,13 +177,14 @@ def _bwd_reference(
 
 def _fwd_bwd_reference(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
-    softcap: float, reduction: int,
+    softcap: float, reduction: int, upstream: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     loss, lse, scale = _fwd_reference(
         logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, reduction
     )
+    dloss = torch.full_like(loss, upstream)
     grad = _bwd_reference(
-        torch.ones_like(loss), logits, target, weight, lse, scale, ignore_index, label_smoothing, z_loss, softcap
+        dloss, logits, target, weight, lse, scale, ignore_index, label_smoothing, z_loss, softcap
     )  # fmt: skip
     return loss, lse, scale, grad
 
@@ -195,7 +199,7 @@ def _fwd_fake(
 
 
 def _fwd_bwd_fake(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_fwd_fake(logits, *rest), torch.empty_like(logits)
+    return *_fwd_fake(logits, *rest[:-1]), torch.empty_like(logits)
 
 
 def _bwd_fake(dloss: Tensor, logits: Tensor, *rest: Any) -> Tensor:
@@ -229,20 +233,40 @@ TILE_GRAD_OPS = _define("cross_entropy_tile_grad_", TILE_GRAD, tile_grad_referen
 _fwd_bwd = _library.define("cross_entropy_fwd_bwd" + FWD_BWD, _fwd_bwd_reference, _fwd_bwd_fake)
 
 
+class _Forecast:
+    """The upstream gradient that the next backward of a scalar loss will bring: the last one, once it came twice.
+
+    It is 1 for a plain `loss.backward()`, 1/n in accumulation, the scale under a loss scaler. A wrong forecast costs
+    time and never changes a bit.
+    """
+
+    def __init__(self) -> None:
+        self.value, self.steady = 1.0, True
+
+    def saw(self, value: float) -> None:
+        self.value, self.steady = value, value == self.value
+
+
+_forecasts: dict[tuple[int, torch.dtype], _Forecast] = {}
+
+
 class _CrossEntropy(torch.autograd.Function):
-    """With `fused`, forward makes the gradient for an upstream gradient of 1 while each row is in cache, and backward
-    hands it out once. Another upstream gradient, or a second backward, computes it again, to the same bits as `_bwd`.
+    """With a steady forecast, forward makes the gradient as well, while each row is in cache, and backward hands it out
+    once. For another upstream gradient it is computed again in the same memory; for a second backward, in new memory.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, options: tuple[int, float, float, float],
-        reduction: int, backend: str, fused: bool,
+        reduction: int, backend: str, forecast: _Forecast | None,
     ) -> Tensor:  # fmt: skip
         logits = logits.contiguous()
-        ctx.grad = None
-        if fused:
-            loss, lse, scale, ctx.grad = _fwd_bwd(logits, target, weight, *options, reduction)
+        ctx.grad, ctx.forecast = None, forecast
+        if forecast is not None and forecast.steady:
+            ctx.upstream = forecast.value
+            loss, lse, scale, ctx.grad = _fwd_bwd(
+                logits, target, weight, *options, reduction, forecast.value
+            )
         else:
             loss, lse, scale = _FORWARD[backend](logits, target, weight, *options, reduction)
         ctx.save_for_backward(logits, target, weight, lse, scale)
@@ -254,10 +278,12 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> Any:
         saved = ctx.saved_tensors
         dloss = dloss.contiguous()
+        if ctx.forecast is not None:
+            ctx.forecast.saw(dloss.item())
         if ctx.grad is None:
             return _BACKWARD[ctx.backend](dloss, *saved, *ctx.options), *[None] * 6
         grad, ctx.grad = ctx.grad, None
-        if dloss.item() != 1.0:
+        if dloss.item() != ctx.upstream:
             TILE_GRAD_OPS[ctx.backend](grad, dloss, *saved, 0, grad.shape[1], *ctx.options)
         return grad, *[None] * 6
 
@@ -344,8 +370,8 @@ def cross_entropy(
 
     Numerics: fp32 within a tile of 2048 logits, fp64 across tiles and rows, in a fixed order: repeats are bit-equal, on
     the CPU for any number of threads. The gradient is rounded once to the dtype of logits. Under autocast the dtype of
-    logits is kept. A scalar loss on the CPU makes its gradient in the forward pass, so the logits are read from memory
-    once; extra memory is that gradient and O(N).
+    logits is kept. A scalar loss on the CPU makes its gradient in the forward pass, for the upstream gradient that came
+    last, so the logits are read from memory once. Extra memory is the gradient and O(N).
 
     Source: online softmax: Milakov and Gimelshein, arXiv:1805.02867; z-loss: PaLM, arXiv:2204.02311.
 
@@ -368,15 +394,17 @@ def cross_entropy(
     flat = flat.reshape(-1, classes)
     acc = acc_dtype(logits.dtype)
     weight = None if weight is None else weight.to(acc).contiguous()
-    fused = (
+    forecast = None
+    if (
         chosen == "cpu"
         and reduction != "none"
         and logits.requires_grad
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-    )
+    ):
+        forecast = _forecasts.setdefault((classes, logits.dtype), _Forecast())
     loss = _CrossEntropy.apply(
-        flat, target.reshape(-1).long().contiguous(), weight, options, REDUCTIONS[reduction], chosen, fused
+        flat, target.reshape(-1).long().contiguous(), weight, options, REDUCTIONS[reduction], chosen, forecast
     )  # fmt: skip
     return loss.reshape(rows) if reduction == "none" else loss
 
