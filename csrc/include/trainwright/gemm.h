@@ -58,7 +58,7 @@ struct Gemm {
   static constexpr int MR = TW_VEC_BYTES == 64 ? 14 : 6;
   static constexpr int NR = 2 * L;
   static constexpr int64_t K_BLOCK = 256;  // a panel of B: 16 KiB with AVX2, half an L1 cache
-  static constexpr int64_t M_BLOCK = TW_VEC_BYTES == 64 ? 16 * MR : 96 * 4 / int(sizeof(S));
+  static constexpr int64_t M_BLOCK = TW_VEC_BYTES == 64 ? 16 * MR : 168 * 4 / int(sizeof(S));
   static constexpr int64_t N_BLOCK = 512;
   static constexpr int64_t PACKED_BYTES = 16 << 20;
   static constexpr int64_t SKINNY_PANELS = 4;
@@ -102,9 +102,13 @@ void pack_panels(S* dst, const void* source, int64_t stride, int64_t k_stride, i
   const T* src = static_cast<const T*>(source);
   if (stride == 1) {  // p is contiguous: widen rows of p
     constexpr int padded = (W + L - 1) / L * L;
+    constexpr int64_t AHEAD = 8;
     for (int64_t k = 0; k < kc; ++k) {
       const T* from = src + k * k_stride;
       S* to = dst + k * W;
+      // Rows lie far apart: the hardware sees no stream to fetch ahead.
+      for (int64_t i = 0; i < count && i < panels * W; i += 64 / int(sizeof(T)))
+        __builtin_prefetch(from + AHEAD * k_stride + i);
       for (int64_t left = count, j = 0; j < panels; ++j, left -= W, from += W, to += kc * W) {
         if (left >= padded) {
 #pragma GCC unroll 4
@@ -194,7 +198,13 @@ void micro_kernel(int64_t kc, const S* a, const S* b, S* tile, bool add) {
   constexpr int L = Gemm<S>::L, MR = Gemm<S>::MR, NR = Gemm<S>::NR;
   vec<S> c[ROWS][2];
 #pragma GCC unroll 14
-  for (int i = 0; i < ROWS; ++i) c[i][0] = c[i][1] = vec<S>{};
+  for (int i = 0; i < ROWS; ++i) {
+    c[i][0] = c[i][1] = vec<S>{};
+    __builtin_prefetch(tile + i * NR);  // needed only at the end, when `add`
+    __builtin_prefetch(tile + i * NR + L);
+  }
+  // Unrolled: the loop's own instructions would otherwise fill a decoder of four a cycle.
+#pragma GCC unroll 4
   for (int64_t k = 0; k < kc; ++k, a += MR, b += NR) {
     const vec<S> b0 = vload<S>(b), b1 = vload<S>(b + L);
 #pragma GCC unroll 14
