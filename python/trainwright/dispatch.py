@@ -31,6 +31,18 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
+class Yield:
+    """Calls that plain torch runs faster than this candidate, so that the automatic choice leaves them to it: of this
+    dtype, on a device of this type, with these sizes; `native_bf16`: only if this CPU multiplies bf16 in hardware."""
+
+    device_type: str
+    dtype: torch.dtype
+    reason: str
+    sizes: tuple[tuple[str, int], ...] = ()
+    native_bf16: bool = False
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One backend of one op and what it can run. `limits` holds (size name, largest value)."""
 
@@ -38,6 +50,7 @@ class Candidate:
     dtypes: tuple[torch.dtype, ...]
     min_capability: tuple[int, int] = (8, 0)
     limits: tuple[tuple[str, int], ...] = ()
+    yields: tuple[Yield, ...] = ()
 
 
 @dataclass
@@ -175,6 +188,27 @@ def _call_reason(
     return "ok"
 
 
+@functools.lru_cache(maxsize=1)
+def native_bf16() -> bool:
+    """Whether torch multiplies bf16 with AVX512-BF16 or AMX here. A CPU that is made to look smaller, by
+    TRAINWRIGHT_CPU_ISA or ONEDNN_MAX_CPU_ISA, counts as the smaller one."""
+    wide = ("ALL", "DEFAULT", "BF16", "FP16", "AMX", "AVX10")
+    allowed = (os.environ.get("ONEDNN_MAX_CPU_ISA") or "ALL").upper()
+    if os.environ.get("TRAINWRIGHT_CPU_ISA") or not any(name in allowed for name in wide):
+        return False
+    return torch.cpu._is_avx512_bf16_supported() and torch.backends.mkldnn.is_available()
+
+
+def _yield_reason(
+    candidate: Candidate, device_type: str, dtype: torch.dtype, sizes: Sizes
+) -> str | None:
+    for y in candidate.yields:
+        matches = (y.device_type, y.dtype) == (device_type, dtype) and set(y.sizes) <= set(sizes)
+        if matches and (not y.native_bf16 or native_bf16()):
+            return f"left to torch: {y.reason}"
+    return None
+
+
 @functools.lru_cache(maxsize=4096)
 def _choose(
     op: str,
@@ -196,6 +230,12 @@ def _choose(
                 reason = "TRAINWRIGHT_STRICT=1 forbids the torch reference"
             elif candidate.backend == "triton" and device.type != "cuda" and forced is None:
                 reason = "the interpreter runs only when asked for"
+            elif (
+                forced is None
+                and not strict
+                and (left := _yield_reason(candidate, device.type, dtype, sizes))
+            ):
+                reason = left
             else:
                 chosen, reason = candidate.backend, "chosen"
         elif reason == "ok":

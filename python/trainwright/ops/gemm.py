@@ -47,15 +47,16 @@ def gemm_reference(
     a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, dtype: torch.dtype,
     save_pre: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    acc = acc_dtype(dtype)
-    # torch's own product in a 16-bit dtype sums in fp32 too; where it can be used it is the fast one.
-    same = a.dtype == b.dtype == dtype
-    z = (a @ b).to(acc) if same else a.to(acc) @ b.to(acc)
-    if bias is not None:
-        z = z + bias.to(acc)
+    tensors = [t for t in (a, b, bias, residual) if t is not None]
+    if any(t.dtype != dtype for t in tensors):  # else torch's own product sums in fp32 already
+        tensors = [t.to(acc_dtype(dtype)) for t in tensors]
+        a, b = tensors[:2]
+        bias = None if bias is None else tensors[2]
+        residual = None if residual is None else tensors[-1]
+    z = a @ b if bias is None else torch.addmm(bias, a, b)
     y = activate(z, activation)
     if residual is not None:
-        y = y + residual.to(acc)
+        y = y + residual
     return y.to(dtype), z.to(dtype) if save_pre else a.new_empty(0, dtype=dtype)
 
 

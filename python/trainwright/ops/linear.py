@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainwright import dispatch
-from trainwright.dispatch import Candidate
+from trainwright.dispatch import Candidate, Yield
 from trainwright.errors import FLOAT_DTYPES, check_tensor, type_error, value_error
 from trainwright.ops import _library
 from trainwright.ops.gemm import ACTIVATIONS, acc_dtype, gemm, gemm_reference, gemm_triton
@@ -19,29 +19,28 @@ __all__ = ["linear"]
 BWD = "(Tensor dy, Tensor? pre, int activation, bool with_bias) -> (Tensor, Tensor)"
 
 
-def _slope(z: Tensor, activation: int) -> Tensor:
+def _activation_bwd(dy: Tensor, z: Tensor, activation: int) -> Tensor:
     if activation == 1:
-        return (~(z <= 0)).to(z.dtype)
+        return torch.ops.aten.threshold_backward(dy, z, 0.0)
     if activation == 2:
-        density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-        return 0.5 * torch.special.erfc(z * -math.sqrt(0.5)) + z * density
-    if activation == 3:
-        c = math.sqrt(2 / math.pi)
-        t = torch.tanh(c * (z + 0.044715 * z**3))
-        inner = z * (1 - t * t) * c * (1 + 3 * 0.044715 * z * z)
-        return 0.5 * (1 + t) + 0.5 * torch.where(t.abs() == 1, 0.0, inner)  # inf * 0 far out
-    s = torch.sigmoid(z)
-    return s * (1 + z * (1 - s))
+        return torch.ops.aten.gelu_backward(dy, z)
+    if activation == 4:
+        return torch.ops.aten.silu_backward(dy, z)
+    dy, z16, z = dy.to(acc_dtype(z.dtype)), z, z.to(acc_dtype(z.dtype))
+    c = math.sqrt(2 / math.pi)
+    t = torch.tanh(c * (z + 0.044715 * z**3))
+    inner = z * (1 - t * t) * c * (1 + 3 * 0.044715 * z * z)
+    inner = torch.where(t.abs() == 1, 0.0, inner)  # aten's gelu_backward has inf * 0 far out
+    return (dy * (0.5 * (1 + t) + 0.5 * inner)).to(z16.dtype)
 
 
 def _bwd_reference(
     dy: Tensor, pre: Tensor | None, activation: int, with_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    dz = dy.to(acc_dtype(dy.dtype))
-    if pre is not None:
-        dz = dz * _slope(pre.to(dz.dtype), activation)
-    dbias = dz.sum(0) if with_bias else dz.new_empty(0, dy.shape[1])
-    return dy.new_empty(0) if pre is None else dz.to(dy.dtype), dbias
+    dz = dy if pre is None else _activation_bwd(dy, pre, activation)
+    acc = acc_dtype(dy.dtype)
+    dbias = dz.sum(0, dtype=acc) if with_bias else dz.new_empty((0, dy.shape[1]), dtype=acc)
+    return dy.new_empty(0) if pre is None else dz, dbias
 
 
 def _bwd_fake(
@@ -118,10 +117,23 @@ def _autocast(x: Tensor, other: Tensor | None) -> Tensor | None:
     return other.to(torch.get_autocast_dtype(x.device.type))
 
 
+# Without activation and residual the product is all there is, and the libraries under torch lead by a few per cent.
+_PLAIN = (("fused", 0),)
+_YIELDS = (
+    Yield("cpu", torch.bfloat16, "this CPU multiplies bf16 in hardware, and torch uses it", native_bf16=True),
+    Yield("cpu", torch.float32, "MKL is faster in fp32 without activation and residual", _PLAIN),
+    Yield("cpu", torch.float64, "MKL is faster in fp64 without activation and residual", _PLAIN),
+)  # fmt: skip
+_CUDA_YIELDS = tuple(
+    Yield("cuda", dtype, "cuBLAS is faster without activation and residual", _PLAIN)
+    for dtype in FLOAT_DTYPES[:3]
+)
+
+
 @dispatch.register(
     "linear",
-    Candidate("cpu", FLOAT_DTYPES),
-    Candidate("triton", FLOAT_DTYPES[:3]),
+    Candidate("cpu", FLOAT_DTYPES, yields=_YIELDS),
+    Candidate("triton", FLOAT_DTYPES[:3], yields=_CUDA_YIELDS),
     Candidate("torch", FLOAT_DTYPES),
 )
 def linear(
@@ -143,7 +155,8 @@ def linear(
         bias: (N,) in the dtype of x, or None.
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: (..., N) in the dtype of x, added after the activation.
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "triton" or "torch". None leaves to torch what its libraries multiply faster (fp32
+            without activation and residual; bf16 on a CPU with bf16 instructions); `tw.explain` says so.
 
     Returns:
         (..., N) in the dtype of x.
@@ -181,7 +194,8 @@ def linear(
     for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
         if tensor is not None:
             check_tensor("linear", name, tensor, dtypes=(x.dtype,))
-    chosen = dispatch.resolve("linear", backend, x.device, x.dtype)
+    fused = int(activation is not None or residual is not None)
+    chosen = dispatch.resolve("linear", backend, x.device, x.dtype, fused=fused)
     rows, N = math.prod(x.shape[:-1]), weight.shape[0]
     if residual is not None:
         residual = residual.reshape(rows, N)
