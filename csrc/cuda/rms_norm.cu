@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_bwd_kernel(RmsNormBwd
     const T* x = static_cast<const T*>(a.x) + row * a.C;
     const T* dy = static_cast<const T*>(a.dy) + row * a.C;
     const T* dsum = a.dsum ? static_cast<const T*>(a.dsum) + row * a.C : nullptr;
-    T* dx = a.dx ? static_cast<T*>(a.dx) + row * a.C : nullptr;
+    T* dx = static_cast<T*>(a.dx) + row * a.C;
     const A rstd = static_cast<const A*>(a.rstd)[row];
     Pack<T, VEC> xs[R], gs[R];  // kept in their storage type: half the registers for 16-bit inputs
     A gx = A(0);
@@ -123,7 +123,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_bwd_kernel(RmsNormBwd
             g * weight_at<A>(a.weight, a.weight_dtype, c + i, static_cast<A>(a.weight_offset)) * h;
       }
     }
-    if (!dx) continue;
     // Two buffers in turn: the next row may write one while slow warps still read the other.
     const A mean_gx = block_sum(gx, shared[row & 1]) / static_cast<A>(a.C);
 #pragma unroll
@@ -279,7 +278,7 @@ std::tuple<Tensor, Tensor> rms_norm_bwd_cuda(const Tensor& dy, const std::option
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   // Two blocks a multiprocessor hide the latency of one block's barrier behind the other's loads.
   const int64_t slots = std::min<int64_t>(N, 2 * multiprocessors(x.get_device_index()));
-  Tensor dx = need_dx ? empty(shape_of(x), x) : empty({0}, x);
+  Tensor dx = empty(shape_of(x), x);  // the kernel always writes it: a choice would cost registers
   Tensor partial = empty({need_dw ? slots : 0, C}, x, acc_dtype(x));
   if (N > 0) {
     const RmsNormBwd a = {data(dy),
@@ -287,7 +286,7 @@ std::tuple<Tensor, Tensor> rms_norm_bwd_cuda(const Tensor& dy, const std::option
                           data(x),
                           data(weight),
                           data(rstd),
-                          need_dx ? mutable_data(dx) : nullptr,
+                          mutable_data(dx),
                           need_dw ? mutable_data(partial) : nullptr,
                           N,
                           C,
@@ -297,6 +296,7 @@ std::tuple<Tensor, Tensor> rms_norm_bwd_cuda(const Tensor& dy, const std::option
     with_type(x, [&](auto t) { launch_rms_norm_bwd<decltype(t)>(a, stream_of(x)); });
     check_launch("rms_norm_bwd_kernel");
   }
+  if (!need_dx) dx = empty({0}, x);
   if (!need_dw) return {dx, empty({0}, x, acc_dtype(x))};
   const std::vector<int64_t> rows = {0};
   return {dx, torch::stable::sum(partial, rows, false, std::nullopt)};
