@@ -140,6 +140,16 @@ TW_END
 namespace tw {
 namespace {
 
+void set_hyper(AdamWRow& row, const double* h, double multiplier, double step) {
+  row.lr = h[0];
+  row.beta1 = h[1];
+  row.beta2 = h[2];
+  row.eps = h[3];
+  row.weight_decay = h[4];
+  row.multiplier = h[5] != 0.0 ? -multiplier : multiplier;
+  row.step = step;
+}
+
 // spec[i] = group << 2 | has max_exp_avg_sq << 1 | has master; the last two lists hold only the
 // tensors that exist. hyper (groups, 6): lr, beta1, beta2, eps, weight decay, maximize. control (2):
 // multiplier of the gradients, and whether to skip the step.
@@ -190,13 +200,7 @@ void adamw_cpu(std::vector<Tensor> params, std::vector<Tensor> grads, std::vecto
     row.grad = data(g);
     row.dtype = dtype_of(p);
     row.grad_dtype = dtype_of(g);
-    row.lr = h[0];
-    row.beta1 = h[1];
-    row.beta2 = h[2];
-    row.eps = h[3];
-    row.weight_decay = h[4];
-    row.multiplier = h[5] != 0.0 ? -multiplier : multiplier;
-    row.step = *step;
+    set_hyper(row, h, multiplier, *step);
     if (!contiguous) {
       const std::vector<int64_t> order = memory_order(p);
       row.param_layout = layouts.of(p, order);
@@ -212,9 +216,50 @@ void adamw_cpu(std::vector<Tensor> params, std::vector<Tensor> grads, std::vecto
   adamw({rows.data(), blocks.table()});
 }
 
+// The same for contiguous tensors that are given by address: table (params, 11) int64 holds param,
+// grad, exp_avg, exp_avg_sq, max_exp_avg_sq or 0, master or 0, step, elements, dtype, dtype of the
+// gradient, group. The optimizer makes it once and knows when it is no longer true; passing the five
+// lists of tensors of a thousand small parameters would take longer than updating them.
+void adamw_table_cpu(Tensor table, Tensor hyper, std::optional<Tensor> control) {
+  double multiplier = 1.0;
+  if (control) {
+    const double* c = static_cast<const double*>(data(*control));
+    if (c[1] != 0.0) return;
+    multiplier = c[0];
+  }
+  STD_TORCH_CHECK(table.dim() == 2 && table.size(1) == 11 && table.is_contiguous() &&
+                      table.scalar_type() == ScalarType::Long,
+                  "table: (params, 11) int64 expected");
+  const int64_t count = table.size(0);
+  Blocks blocks(static_cast<size_t>(count));
+  std::vector<AdamWRow> rows(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t* t = static_cast<const int64_t*>(data(table)) + 11 * i;
+    const double* h = static_cast<const double*>(data(hyper)) + 6 * t[10];
+    double* step = reinterpret_cast<double*>(t[6]);
+    *step += 1.0;
+    AdamWRow& row = rows[static_cast<size_t>(i)];
+    row = {};
+    row.param = reinterpret_cast<void*>(t[0]);
+    row.grad = reinterpret_cast<const void*>(t[1]);
+    row.exp_avg = reinterpret_cast<void*>(t[2]);
+    row.exp_avg_sq = reinterpret_cast<void*>(t[3]);
+    row.max_exp_avg_sq = reinterpret_cast<void*>(t[4]);
+    row.master = reinterpret_cast<void*>(t[5]);
+    row.dtype = static_cast<DType>(t[8]);
+    row.grad_dtype = static_cast<DType>(t[9]);
+    set_hyper(row, h, multiplier, *step);
+    blocks.add_row(t[7]);
+  }
+  adamw({rows.data(), blocks.table()});
+}
+
 }  // namespace
 }  // namespace tw
 
-STABLE_TORCH_LIBRARY_IMPL(trainwright, CPU, m) { m.impl("adamw_", TORCH_BOX(&tw::adamw_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(trainwright, CPU, m) {
+  m.impl("adamw_", TORCH_BOX(&tw::adamw_cpu));
+  m.impl("adamw_table", TORCH_BOX(&tw::adamw_table_cpu));
+}
 
 #endif

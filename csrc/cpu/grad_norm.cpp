@@ -60,12 +60,19 @@ void for_pieces(const NormRow& row, int64_t begin, int64_t end, F&& body) {
 template<class T>
 void squares_of(const NormRow& row, int64_t begin, int64_t end, double* partial) {
   using A = acc_t<T>;
-  GradStats<A> stats;
+  GradStats<A> stats[4];  // independent sums: the latency of one addition does not limit the read
   for_pieces<T>(row, begin, end, [&](const T* x, int64_t n) {
-    for_lanes<A>(n, [&](int64_t i, auto k) { stats.add(vload<A>(x + i, k)); });
+    constexpr int64_t L = lanes<A>;
+    int64_t first = 0;
+    for (; first + 4 * L <= n; first += 4 * L)
+      for (int64_t j = 0; j < 4; ++j) stats[j].add(vload<A>(x + first + j * L));
+    for_lanes<A>(n - first, [&](int64_t i, auto k) { stats[0].add(vload<A>(x + first + i, k)); });
   });
-  partial[0] = stats.sum();
-  partial[1] = stats.not_finite();
+  partial[0] = partial[1] = 0.0;
+  for (const GradStats<A>& s : stats) {
+    partial[0] += s.sum();
+    partial[1] += s.not_finite();
+  }
 }
 
 template<class T>

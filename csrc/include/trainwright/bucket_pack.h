@@ -20,22 +20,36 @@ struct GradStats<double> {
   TW_HD double not_finite() const { return hsum<double>(odd) == 0.0 ? 0.0 : 1.0; }
 };
 
+#if TW_VEC_BYTES == 64
+TW_HD vec<double> low_half(vf x) {
+  return (vec<double>)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));
+}
+TW_HD vec<double> high_half(vf x) {
+  return (vec<double>)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1));
+}
+#elif TW_VEC_BYTES == 32
+TW_HD vec<double> low_half(vf x) {
+  return (vec<double>)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x));
+}
+TW_HD vec<double> high_half(vf x) {
+  return (vec<double>)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1));
+}
+#else
+TW_HD vec<double> low_half(vf x) { return vec<double>{x[0], x[1]}; }
+TW_HD vec<double> high_half(vf x) { return vec<double>{x[2], x[3]}; }
+#endif
+
+// A sum of squares of finite floats is finite in double, so it tells by itself.
 template<>
 struct GradStats<float> {
-  typedef float half __attribute__((vector_size(TW_VEC_BYTES / 2)));
   vec<double> low{}, high{};
-  vec<float> odd{};
   TW_HD void add(vec<float> x) {
-    half h[2];
-    memcpy(h, &x, sizeof h);
-    const vec<double> a = __builtin_convertvector(h[0], vec<double>);
-    const vec<double> b = __builtin_convertvector(h[1], vec<double>);
+    const vec<double> a = low_half(x), b = high_half(x);
     low += a * a;
     high += b * b;
-    odd += x - x;
   }
   TW_HD double sum() const { return hsum<double>(low + high); }
-  TW_HD double not_finite() const { return hsum<float>(odd) == 0.f ? 0.0 : 1.0; }
+  TW_HD double not_finite() const { return sum() - sum() == 0.0 ? 0.0 : 1.0; }
 };
 
 TW_END

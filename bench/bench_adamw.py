@@ -1,0 +1,122 @@
+"""AdamW on the 148 parameters of GPT-2 124M: one step, and the whole loss-scaled, clipped step, against torch's."""
+
+import pytest
+import torch
+import trainwright as tw
+
+BLOCK = [(768,), (768,), (2304, 768), (2304,), (768, 768), (768,),
+         (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)]  # fmt: skip
+GPT2 = [(50257, 768), (1024, 768), *(BLOCK * 12), (768,), (768,)]
+SMALL = [(1024,)] * 1000
+SHAPES = {"gpt2-124m": GPT2, "1000 x 1024": SMALL}
+
+
+def parameters(shapes, device, dtype=torch.float32):
+    generator = torch.Generator(device).manual_seed(0)
+    params = [torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes]
+    for p in params:
+        p.requires_grad_().grad = torch.randn(p.shape, generator=generator, device=device).to(dtype)
+    return params
+
+
+def stepping(params, step):
+    """A call that does one step and returns a few parameters to check."""
+
+    def call():
+        step()
+        return [p.detach() for p in params[:3]]
+
+    return call
+
+
+def cast_step(params, device):
+    """What torch offers for bf16 parameters with fp32 masters: cast the gradients, step, cast the parameters."""
+    masters = [p.detach().float().requires_grad_() for p in params]
+    for m in masters:
+        m.grad = torch.empty_like(m)
+    optimizer = torch.optim.AdamW(masters, fused=True)
+
+    def step():
+        for m, p in zip(masters, params):
+            m.grad.copy_(p.grad)
+        optimizer.step()
+        with torch.no_grad():
+            for m, p in zip(masters, params):
+                p.copy_(m)
+
+    return step
+
+
+def exact(shapes, device, dtype=torch.float32, max_norm=None):
+    """One step of the parameters that are checked, in fp64."""
+
+    def call():
+        params = parameters(shapes, device, dtype)
+        factor = 1.0
+        if max_norm is not None:
+            squares = sum(p.grad.double().square().sum() for p in params)
+            factor = min(1.0, max_norm / (squares.sqrt().item() + 1e-6))
+        wide = [p.detach().double().requires_grad_() for p in params[:3]]
+        for w, p in zip(wide, params):
+            w.grad = p.grad.double() * factor
+        torch.optim.AdamW(wide, foreach=False).step()
+        return [w.detach() for w in wide]
+
+    return call
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_adamw_fp32(compare, device, name):
+    shapes = SHAPES[name]
+    a, b, c = (parameters(shapes, device) for _ in range(3))
+    calls = {
+        "trainwright": stepping(a, tw.optim.AdamW(a).step),
+        "torch fused": stepping(b, torch.optim.AdamW(b, fused=True).step),
+        "torch eager": stepping(c, torch.optim.AdamW(c, foreach=True).step),
+    }
+    n = sum(p.numel() for p in a)
+    compare("adamw", "step", name, torch.float32, calls, exact(shapes, device), bytes_moved=28 * n)
+
+
+def test_adamw_bf16_with_master(compare, device):
+    a, b = (parameters(GPT2, device, torch.bfloat16) for _ in range(2))
+    calls = {
+        "trainwright": stepping(a, tw.optim.AdamW(a).step),
+        "torch fused": stepping(b, cast_step(b, device)),
+    }
+    n = sum(p.numel() for p in a)
+    reference = exact(GPT2, device, torch.bfloat16)
+    compare(
+        "adamw",
+        "step, fp32 master",
+        "gpt2-124m",
+        torch.bfloat16,
+        calls,
+        reference,
+        bytes_moved=28 * n,
+    )
+
+
+def test_adamw_amp(compare, device):
+    """Unscale, norm, clip, step, update."""
+    a, b = (parameters(GPT2, device) for _ in range(2))
+    ours, theirs = tw.optim.AdamW(a, max_grad_norm=1.0), torch.optim.AdamW(b, fused=True)
+    scaler = tw.LossScaler(1.0)
+    grad_scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=1.0)
+    for s in (scaler, grad_scaler):
+        s.scale(torch.ones((), device=device))
+
+    def ours_step():
+        scaler.step(ours)
+        scaler.update()
+
+    def theirs_step():
+        grad_scaler.unscale_(theirs)
+        torch.nn.utils.clip_grad_norm_(b, 1.0)
+        grad_scaler.step(theirs)
+        grad_scaler.update()
+
+    calls = {"trainwright": stepping(a, ours_step), "torch fused": stepping(b, theirs_step)}
+    n = sum(p.numel() for p in a)
+    reference = exact(GPT2, device, max_norm=1.0)
+    compare("adamw", "amp step", "gpt2-124m", torch.float32, calls, reference, bytes_moved=32 * n)
