@@ -44,13 +44,18 @@ class Yield:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One backend of one op and what it can run. `limits` holds (size name, largest value)."""
+    """One backend of one op and what it can run.
+
+    `limits` holds (size name, largest value), `lacks` the options that this backend does not implement: `resolve` gets
+    them as ``option=True`` where the call uses them.
+    """
 
     backend: str
     dtypes: tuple[torch.dtype, ...]
     min_capability: tuple[int, int] = (8, 0)
     limits: tuple[tuple[str, int], ...] = ()
     yields: tuple[Yield, ...] = ()
+    lacks: tuple[str, ...] = ()
 
 
 @dataclass
@@ -183,6 +188,8 @@ def _call_reason(
         return f"does not support {str(dtype).removeprefix('torch.')}"
     largest = dict(candidate.limits)
     for name, value in sizes:
+        if name in candidate.lacks and value:
+            return f"does not implement {name}"
         if name in largest and value > largest[name]:
             return f"needs {name} <= {largest[name]}, got {value}"
     return "ok"

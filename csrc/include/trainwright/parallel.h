@@ -1,6 +1,8 @@
 // Threads for the CPU kernels, without torch in sight: csrc/module.cpp provides parallel_for_raw on
 // torch's thread pool.
 #pragma once
+#include <stdlib.h>
+
 #include "trainwright/config.h"
 
 namespace tw {
@@ -29,6 +31,22 @@ inline void parallel_dynamic(int64_t tasks, F&& f) {
   parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
     for (int64_t worker = begin; worker < end; ++worker)
       for (int64_t t; (t = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < tasks;) f(t);
+  });
+}
+
+// The same with memory of its own for each worker, aligned to a cache line: f(task, scratch). Tasks
+// start in increasing order, so a task may wait for one with a smaller number.
+template<class F>
+inline void parallel_dynamic(int64_t tasks, size_t scratch_bytes, F&& f) {
+  if (tasks <= 0) return;
+  int64_t next = 0;
+  const int64_t workers = num_threads() < tasks ? num_threads() : tasks;
+  parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    void* scratch = aligned_alloc(64, (scratch_bytes + 63) / 64 * 64);
+    if (!scratch) abort();
+    for (int64_t worker = begin; worker < end; ++worker)
+      for (int64_t t; (t = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < tasks;) f(t, scratch);
+    free(scratch);
   });
 }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,10 +25,7 @@ __all__ = ["Bucket", "FlatLayout", "Piece", "Slot"]
 
 MIB = 1 << 20
 ALIGN_BYTES = 64  # each rank's part of a bucket starts on a cache line
-HEAD, TAIL = (
-    2,
-    3,
-)  # "auto": the first buckets grow from 1/4 of a full one, the last ones shrink to 1/8
+TAPER = (1 / 4, 1 / 2), (1 / 2, 1 / 4, 1 / 8)  # of the first and of the last buckets
 MIN_PIECE_BYTES = 1 * MIB  # a parameter is not cut into smaller pieces than this
 AUTO_SHARE = 8  # "auto": about this many full buckets ...
 AUTO_LIMITS = {"cpu": (1 * MIB, 8 * MIB), "cuda": (4 * MIB, 64 * MIB)}  # ... within these sizes
@@ -77,55 +74,55 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _target(total: int, index: int, rest: int, bucket_bytes: int | None, device_type: str) -> int:
-    """Wanted size in bytes of bucket `index`, when `rest` of `total` bytes are not in a bucket yet."""
+def _targets(total: int, bucket_bytes: int | None, device_type: str) -> list[int]:
+    """Wanted bucket sizes in bytes, in launch order; they add up to `total`."""
+    if total == 0:
+        return [0]
     if bucket_bytes is not None:
-        return bucket_bytes
+        full, rest = divmod(total, bucket_bytes)
+        return [bucket_bytes] * full + ([rest] if rest else [])
     low, high = AUTO_LIMITS.get(device_type, AUTO_LIMITS["cuda"])
     size = min(max(total // AUTO_SHARE, low), high)
-    first = size >> max(0, HEAD - index)
-    return min(first, max(size >> TAIL, rest // 2))
+    head, tail = ([int(size * f) for f in fractions] for fractions in TAPER)
+    middle = total - sum(head) - sum(tail)
+    if middle < 0:  # a small model: the tail alone, as far as it goes
+        cuts: list[int] = []
+        for want in reversed(tail):
+            if sum(cuts) + want >= total:
+                break
+            cuts.append(want)
+        return [total - sum(cuts), *reversed(cuts)]
+    count = max(1, round(middle / size))
+    middles = [middle // count] * count
+    middles[0] += middle - sum(middles)
+    return head + middles + tail
 
 
 def _cuts(
-    sizes: Sequence[int],
-    contiguous: Sequence[bool],
-    target: Callable[[int, int], int],
-    min_piece: int,
+    sizes: Sequence[int], contiguous: Sequence[bool], targets: Sequence[int], min_piece: int
 ) -> list[int]:
-    """Element positions where buckets end, ascending, the last one the total. `target(index, rest)` is the wanted size.
+    """Element positions where buckets end, ascending, the last one the total.
 
-    Buckets end where parameters end. One that is larger than a bucket is cut, so that its transfer is a pipeline of
-    pieces, and ends a bucket, so that no piece of it waits for the next parameter.
+    A wanted end moves to the nearest end of a parameter, unless the parameter is larger than the bucket: then it is
+    cut, so that its transfer is a pipeline of pieces.
     """
-    total = sum(sizes)
     ends: list[int] = []
-    begin = start = 0  # of the open bucket, of the parameter
-
-    def close(end: int) -> None:
-        nonlocal begin
-        if end > begin:
-            ends.append(end)
-            begin = end
-
-    for size, whole in zip(sizes, contiguous):
-        want, filled = target(len(ends), total - begin), start - begin
-        too_much = filled + size - want
-        if filled >= want / 4 and too_much > want - filled:
-            close(start)
-            want = target(len(ends), total - begin)
-        end = start + size
-        if whole and size > want >= min_piece:
-            while end - begin > 1.5 * want:
-                close(max(start, (begin + want) // 16 * 16))
-                want = max(min_piece, target(len(ends), total - begin))
-            close(end)
-        elif end - begin >= want:
-            close(end)
-        start = end
-    if not ends or begin < total:
-        ends.append(total)
-    return ends
+    total, want, slot, start = sum(sizes), 0, 0, 0  # [start, start + sizes[slot]) holds `want`
+    for target in targets[:-1]:
+        want += target
+        while slot < len(sizes) and start + sizes[slot] <= want:
+            start += sizes[slot]
+            slot += 1
+        if slot == len(sizes):
+            break
+        end = start + sizes[slot]
+        cut = start if want - start <= end - want else end
+        if contiguous[slot] and sizes[slot] > target >= min_piece:
+            near = min(want - start, end - want) < target // 4
+            cut = cut if near else max(start, want - want % 16)
+        if cut > (ends[-1] if ends else 0) and cut < total:
+            ends.append(cut)
+    return [*ends, total]
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ class FlatLayout:
             parameters: as `nn.Module.named_parameters` gives them; complex ones count as two real elements each.
             world: number of ranks; a bucket is padded so that each gets an equal part.
             bucket_mb: size of a bucket in MiB, or "auto": about an eighth of the gradients, from 1 to 8 MiB on CPU
-                and 4 to 64 MiB on GPU, with smaller ones at the start and at the end.
+                and 4 to 64 MiB on GPU, with two smaller ones at the start and three at the end.
             group: name of the process group, part of the fingerprint.
         """
         if bucket_mb == "auto":
@@ -166,20 +163,14 @@ class FlatLayout:
         offsets = [0] * len(backward)
         sizes = [p.numel() * (2 if p.dtype.is_complex else 1) for _, p in backward]
         drafts: list[tuple[int, Bucket]] = []  # (when it is ready, bucket)
-        device_type = backward[0][1].device.type if backward else "cpu"
         for dtype, members in by_dtype.items():
-            itemsize = dtype.itemsize
-            total = sum(sizes[i] for i in members) * itemsize
-
-            def target(index: int, rest: int, total: int = total, itemsize: int = itemsize) -> int:
-                wanted = _target(total, index, rest * itemsize, bucket_bytes, device_type)
-                return max(1, wanted // itemsize)
-
+            total = sum(sizes[i] for i in members) * dtype.itemsize
+            targets = _targets(total, bucket_bytes, backward[0][1].device.type)
             ends = _cuts(
                 [sizes[i] for i in members],
                 [backward[i][1].is_contiguous() for i in members],
-                target,
-                MIN_PIECE_BYTES // itemsize,
+                [max(1, t // dtype.itemsize) for t in targets],
+                MIN_PIECE_BYTES // dtype.itemsize,
             )
             starts = [0, *ends[:-1]]
             parts: list[list[Piece]] = [[] for _ in ends]

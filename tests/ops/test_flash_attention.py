@@ -1,0 +1,533 @@
+"""tw.flash_attention, tw.merge_attention, tw.scaled_dot_product_attention: one table of cases for every backend."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import trainwright as tw
+from numerics import (
+    backends_for_tests,
+    check_compile,
+    check_gradcheck,
+    check_layouts,
+    check_opcheck,
+    check_reference,
+    same_bits,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BACKENDS = backends_for_tests(tw.flash_attention)
+COMPILED = [b for b in BACKENDS if b != "triton"]
+NAN, INF = float("nan"), float("inf")
+
+# id: (B, Tq, Tk, H, G, D, Dv), options
+CASES = {
+    "full": ((2, 37, 37, 2, 2, 16, 16), {}),
+    "causal": ((2, 37, 37, 2, 2, 16, 16), {"causal": True}),
+    "several blocks": ((1, 197, 197, 2, 1, 64, 64), {"causal": True}),
+    "several blocks, full": ((1, 130, 150, 2, 2, 32, 32), {}),
+    "one pair": ((3, 1, 1, 2, 1, 8, 8), {"causal": True}),
+    "one query": ((2, 1, 75, 4, 2, 16, 16), {"causal": True}),
+    "bottom-right, more keys": ((1, 30, 71, 2, 1, 16, 16), {"causal": True}),
+    "bottom-right, more queries": ((1, 90, 21, 2, 1, 16, 16), {"causal": True}),
+    "top-left, more keys": ((1, 30, 71, 2, 1, 16, 16), {"causal": True, "causal_align": "top-left"}),
+    "top-left, more queries": ((1, 90, 21, 2, 1, 16, 16), {"causal": True, "causal_align": "top-left"}),
+    "grouped heads": ((2, 33, 33, 6, 2, 16, 16), {"causal": True}),
+    "one key head": ((1, 33, 40, 5, 1, 16, 16), {}),
+    "scale 0": ((1, 20, 20, 1, 1, 16, 16), {"causal": True, "scale": 0.0}),
+    "scale below 0": ((1, 70, 70, 1, 1, 16, 16), {"causal": True, "scale": -0.7}),
+    "head dim 1": ((1, 20, 20, 1, 1, 1, 1), {"causal": True}),
+    "head dim 13, value dim 37": ((1, 66, 66, 2, 2, 13, 37), {"causal": True}),
+    "head dim 160": ((1, 40, 40, 1, 1, 160, 160), {"causal": True}),
+    "head dim 256": ((1, 20, 70, 1, 1, 256, 256), {}),
+    "window": ((1, 150, 150, 2, 1, 16, 16), {"causal": True, "window": (40, 0)}),
+    "window both sides": ((1, 90, 140, 1, 1, 16, 16), {"window": (3, 70)}),
+    "window leaves queries without keys": ((1, 90, 20, 1, 1, 16, 16), {"window": (5, 2), "causal_align": "top-left"}),
+    "no keys": ((2, 5, 0, 2, 1, 8, 8), {}),
+    "no queries": ((2, 0, 5, 2, 1, 8, 8), {"causal": True}),
+    "no batch": ((0, 5, 5, 2, 1, 8, 8), {"causal": True}),
+    "no heads": ((2, 5, 5, 0, 1, 8, 8), {"causal": True}),
+}  # fmt: skip
+# The interpreter is slow: there, one case per path of the kernels.
+INTERPRETED = [
+    "full", "causal", "bottom-right, more queries", "top-left, more keys", "scale below 0",
+    "head dim 13, value dim 37", "window both sides", "no keys",
+]  # fmt: skip
+INTERPRETED_BF16 = ["causal", "top-left, more keys", "window both sides"]
+EXTRAS = {  # options beyond the core, with the shapes of their tensors
+    "softcap": ({"softcap": 1.3, "causal": True}, {}),
+    "alibi per head": ({"causal": True}, {"alibi_slopes": (4,)}),
+    "alibi per batch and head": ({}, {"alibi_slopes": (2, 4)}),
+    "bias": ({"causal": True}, {"bias": (2, 4, 9, 11)}),
+    "bias, broadcast": ({}, {"bias": (4, 1, 11)}),
+    "sinks": ({"causal": True, "window": (2, 0)}, {"sinks": (4,)}),
+    "all at once": (
+        {"softcap": 2.0, "causal": True, "causal_align": "top-left"},
+        {"alibi_slopes": (4,), "bias": (1, 4, 9, 11), "sinks": (4,)},
+    ),
+}
+
+
+@functools.cache
+def visible(Tq, Tk, causal=False, causal_align="bottom-right", window=None):
+    """(Tq, Tk), element by element from the contract."""
+    left, right = window or (-1, -1)
+    if causal:
+        right = 0
+    seen = torch.zeros(Tq, Tk, dtype=torch.bool)
+    for i in range(Tq):
+        p = i + (Tk - Tq if causal_align == "bottom-right" else 0)
+        for j in range(Tk):
+            seen[i, j] = (left < 0 or j >= p - left) and (right < 0 or j <= p + right)
+    return seen
+
+
+def reference(
+    q, k, v, scale=None, softcap=None, alibi_slopes=None, bias=None, sinks=None, return_lse=True, keep=None, **band
+):  # fmt: skip
+    Tq, Tk, H, G = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias
+    if alibi_slopes is not None:
+        distance = (torch.arange(Tq)[:, None] + (Tk - Tq) - torch.arange(Tk)).abs().to(s.dtype)
+        s = s - alibi_slopes[..., None, None] * distance
+    s = s.masked_fill(~visible(Tq, Tk, **band), -INF)
+    empty = (s == -INF).all(-1)
+    s = s.masked_fill(empty[..., None], 0.0)
+    lse, p = torch.logsumexp(s, -1), torch.softmax(s, -1)
+    if sinks is not None:
+        p = p * torch.sigmoid(lse - sinks[:, None])[..., None]
+    p = p.masked_fill(empty[..., None], 0.0)
+    if keep is not None:
+        p = p * keep
+    out = torch.einsum("bhij,bjhd->bihd", p, v)
+    lse = lse.masked_fill(empty, -INF).to(torch.float64 if q.dtype == torch.float64 else torch.float32)  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def qkv(B, Tq, Tk, H, G, D, Dv, dtype=torch.float32):
+    shapes = {"q": (B, Tq, H, D), "k": (B, Tk, G, D), "v": (B, Tk, G, Dv)}
+    return {n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()}
+
+
+def with_lse(**arguments):
+    return tw.flash_attention(return_lse=True, **arguments)
+
+
+TABLE = [
+    pytest.param(case, dtype, backend, id=f"{case}-{str(dtype)[6:]}-{backend}")
+    for backend in BACKENDS
+    for case in (CASES if backend != "triton" else INTERPRETED)
+    for dtype in DTYPES
+    if backend != "triton"
+    or dtype == torch.float32
+    or (dtype == torch.bfloat16 and case in INTERPRETED_BF16)
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "backend"), TABLE)
+def test_matches_reference(case, dtype, backend):
+    shape, options = CASES[case]
+    check_reference(with_lse, reference, qkv(*shape, dtype), options, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", EXTRAS)
+def test_every_option_matches_reference(case, dtype):
+    options, shapes = EXTRAS[case]
+    inputs = qkv(2, 9, 11, 4, 2, 8, 6, dtype)
+    inputs |= {n: torch.rand(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()}
+    check_reference(with_lse, reference, inputs, options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_layout(backend):
+    shape = (2, 19, 21, 4, 2, 8, 8) if backend != "triton" else (1, 9, 10, 2, 1, 8, 8)
+    check_layouts(with_lse, qkv(*shape), {"causal": True}, backend=backend)
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_views_of_a_fused_projection(backend):
+    x = torch.randn(2, 40, 3, 4, 16, requires_grad=True)
+    out = tw.flash_attention(*x.unbind(2), causal=True, backend=backend)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    parts = [t.detach().contiguous().requires_grad_() for t in x.unbind(2)]
+    out_ = tw.flash_attention(*parts, causal=True, backend=backend)
+    grads = torch.autograd.grad(out_.sum(), parts)
+    assert same_bits(out, out_) and same_bits(grad, torch.stack(grads, 2))
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize(
+    "case", ["causal", "bottom-right, more queries", "window both sides", "grouped heads"]
+)
+def test_gradcheck(case, backend):
+    (_, _, _, H, G, _, _), options = CASES[case]
+    inputs = qkv(1, 7 if "queries" not in case else 9, 5, H, G, 3, 2)
+    options = {**options, "window": (1, 2)} if "window" in options else options
+
+    def op(**arguments):
+        out, lse = with_lse(**arguments)
+        return out, torch.where(lse == -INF, 0.0, lse)
+
+    check_gradcheck(op, inputs, options, backend=backend)
+
+
+@pytest.mark.parametrize("case", EXTRAS)
+def test_gradcheck_of_every_option(case):
+    options, shapes = EXTRAS[case]
+    inputs = qkv(2, 9, 11, 4, 2, 2, 2) | {n: torch.rand(s) for n, s in shapes.items()}
+    check_gradcheck(with_lse, inputs, options)
+
+
+@pytest.mark.parametrize("case", ["causal", "window both sides", "grouped heads"])
+def test_compiles_without_graph_break(case):
+    shape, options = CASES[case]
+    check_compile(with_lse, qkv(*shape, torch.bfloat16), options)
+
+
+def test_compiles_with_every_option():
+    options, shapes = EXTRAS["all at once"]
+    inputs = qkv(2, 9, 11, 4, 2, 8, 6) | {n: torch.rand(s) for n, s in shapes.items()}
+    check_compile(with_lse, inputs, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck(dtype):
+    q, k, v = qkv(2, 5, 7, 4, 2, 8, 6, dtype).values()
+    options = (0.3, 2, 0, False)
+    out, lse = torch.ops.trainwright.flash_attention_fwd(q, k, v, *options)
+    by_head = q.transpose(1, 2).contiguous().transpose(1, 2)
+    check_opcheck(torch.ops.trainwright.flash_attention_fwd.default, by_head, k, v, *options)
+    for need in ((True, True, True), (False, True, False)):
+        arguments = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, *options, *need)
+        check_opcheck(torch.ops.trainwright.flash_attention_bwd.default, *arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_number_of_threads_gives_the_same_bits(dtype):
+    inputs = qkv(1, 300, 300, 3, 1, 24, 24, dtype)
+    results = []
+    for threads in (1, 2, 4):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+            out, lse = with_lse(**leaves, causal=True)
+            total = (out * out).sum() + lse.sum()
+            results.append([out, lse, *torch.autograd.grad(total, leaves.values())])
+        finally:
+            torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(same_bits(a, b) for a, b in zip(results[0], other))
+
+
+# ---- reports from the field
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_alignment_is_flash_attention_s_by_default_and_torch_s_on_request(backend):
+    q, k, v = qkv(1, 2, 3, 1, 1, 4, 4).values()
+    v[0, :, 0, 0] = torch.tensor([1.0, 2.0, 4.0])
+    q.zero_()
+    bottom = tw.flash_attention(q, k, v, causal=True, backend=backend)[0, :, 0, 0]
+    top = tw.flash_attention(q, k, v, causal=True, causal_align="top-left", backend=backend)
+    torch.testing.assert_close(bottom, torch.tensor([1.5, 7.0 / 3]))
+    torch.testing.assert_close(top[0, :, 0, 0], torch.tensor([1.0, 1.5]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fully_masked_rows_give_zero_lse_minus_inf_and_zero_gradients(backend):
+    leaves = {n: x.requires_grad_() for n, x in qkv(1, 6, 2, 2, 1, 8, 8).items()}
+    out, lse = with_lse(**leaves, causal=True, backend=backend)
+    assert (out[:, :4] == 0).all() and (lse[..., :4] == -INF).all()
+    assert lse[..., 4:].isfinite().all()
+    upstream = torch.ones_like(out)
+    upstream[:, :4] = NAN  # nothing came from there, so nothing goes back
+    dq, dk, dv = torch.autograd.grad([out, lse], leaves.values(), [upstream, torch.ones_like(lse)])
+    assert (dq[:, :4] == 0).all()
+    assert all(g.isfinite().all() for g in (dq, dk, dv))
+
+
+def test_a_row_of_finfo_min_is_uniform_not_nan():
+    q, k, v = qkv(1, 3, 5, 1, 1, 8, 8).values()
+    bias = torch.zeros(3, 5)
+    bias[1] = torch.finfo(torch.float32).min
+    out = tw.flash_attention(q, k, v, bias=bias)
+    torch.testing.assert_close(out[0, 1, 0], v[0, :, 0].mean(0))
+    bias[1] = -INF
+    assert (tw.flash_attention(q, k, v, bias=bias)[0, 1] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_and_inf_in_masked_slots_reach_nothing(backend, bad):
+    inputs = qkv(1, 14, 20, 2, 1, 8, 8)
+    dirty = {n: x.clone() for n, x in inputs.items()}
+    for slot in (9, 17):  # only queries 9 .. 13 see the first, no query sees the second
+        dirty["k"][:, slot, :, 3], dirty["v"][:, slot, :, 5] = bad, bad
+    results = []
+    for values in (inputs, dirty):
+        leaves = {n: x.clone().requires_grad_() for n, x in values.items()}
+        out = tw.flash_attention(**leaves, causal=True, causal_align="top-left", backend=backend)
+        dq, dk, dv = torch.autograd.grad(out.sum(), leaves.values())
+        results.append((out[:, :9], dq[:, :9], dk[:, 14:], dv[:, 14:]))
+    for clean, other in zip(*results):
+        torch.testing.assert_close(other, clean, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_reaches_exactly_the_rows_that_see_it(backend):
+    q, k, v = qkv(1, 20, 20, 1, 1, 8, 8).values()
+    v[0, 13, 0, 5] = NAN
+    out = tw.flash_attention(q, k, v, causal=True, backend=backend)
+    assert out[0, 13:, 0, 5].isnan().all() and int(out.isnan().sum()) == 7
+    q[0, 4, 0, 0] = NAN
+    out = tw.flash_attention(q, k, v, causal=True, backend=backend)
+    assert out[0, 4].isnan().all() and int(out.isnan().sum()) == 7 + 8
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_upstream_nan_reaches_only_the_keys_that_its_query_sees(backend):
+    leaves = {n: x.requires_grad_() for n, x in qkv(1, 20, 20, 1, 1, 8, 8).items()}
+    out = tw.flash_attention(**leaves, causal=True, backend=backend)
+    upstream = torch.ones_like(out)
+    upstream[0, 6, 0, 2] = NAN
+    dq, dk, dv = torch.autograd.grad(out, leaves.values(), upstream)
+    assert dq[0, 6].isnan().all() and int(dq.isnan().sum()) == 8
+    assert dk[0, :7].isnan().all() and not dk[0, 7:].isnan().any()
+    assert dv[0, :7, 0, 2].isnan().all() and int(dv.isnan().sum()) == 7
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_default_scale_uses_the_head_dim_given(backend):
+    q, k, v = qkv(1, 9, 9, 1, 1, 40, 40).values()
+    a = tw.flash_attention(q, k, v, backend=backend)
+    assert same_bits(a, tw.flash_attention(q, k, v, scale=1 / math.sqrt(40), backend=backend))
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_gradient_through_lse_alone(backend):
+    leaves = {n: x.double().requires_grad_() for n, x in qkv(1, 6, 6, 2, 1, 4, 4).items()}
+    _, lse = with_lse(**leaves, causal=True, backend=backend)
+    ours = torch.autograd.grad(lse.square().sum(), leaves.values())
+    exact = torch.autograd.grad(
+        reference(**leaves, causal=True)[1].square().sum(), leaves.values(), allow_unused=True
+    )
+    torch.testing.assert_close(ours[:2], exact[:2])
+    assert (ours[2] == 0).all()
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_the_gradients_asked_for(backend, wanted):
+    inputs = qkv(1, 9, 9, 2, 1, 8, 8)
+    every = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+    out = tw.flash_attention(**every, causal=True, backend=backend)
+    full = dict(zip("qkv", torch.autograd.grad(out.sum(), every.values())))
+    some = {n: x.clone().requires_grad_(n in wanted) for n, x in inputs.items()}
+    tw.flash_attention(**some, causal=True, backend=backend).sum().backward()
+    for n, x in some.items():
+        assert (x.grad is None) == (n not in wanted)
+        assert x.grad is None or same_bits(x.grad, full[n])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_casts_inputs_and_returns_gradients_in_fp32(dtype):
+    leaves = {n: x.requires_grad_() for n, x in qkv(1, 9, 9, 2, 1, 8, 8).items()}
+    with torch.autocast("cpu", dtype=dtype):
+        out = tw.flash_attention(**leaves, causal=True)
+    assert out.dtype == dtype
+    grads = torch.autograd.grad(out.float().sum(), leaves.values())
+    assert all(g.dtype == torch.float32 for g in grads)
+    plain = tw.flash_attention(**{n: x.to(dtype) for n, x in leaves.items()}, causal=True)
+    assert same_bits(out, plain)
+
+
+def test_window_wider_than_the_sequence_is_causal():
+    q, k, v = qkv(1, 80, 80, 1, 1, 8, 8).values()
+    causal = tw.flash_attention(q, k, v, causal=True)
+    for window in ((80, -1), (-1, 5), (10**12, 0)):
+        assert same_bits(causal, tw.flash_attention(q, k, v, causal=True, window=window))
+    everything = tw.flash_attention(q, k, v)
+    assert same_bits(everything, tw.flash_attention(q, k, v, window=(10**12, 10**15)))
+
+
+def test_large_scores_do_not_overflow():
+    inputs = {n: 60 * x for n, x in qkv(1, 70, 70, 1, 1, 64, 64).items()}
+    check_reference(with_lse, reference, inputs, {"causal": True})
+
+
+# ---- dropout
+
+
+def test_dropout_keeps_what_it_says_and_is_unbiased():
+    q = torch.zeros(2, 64, 3, 4)
+    v = torch.ones(2, 500, 3, 1)
+    out = tw.flash_attention(q, torch.zeros(2, 500, 3, 4), v, dropout_p=0.3, seed=5)
+    assert abs(out.mean().item() - 1.0) < 5 * math.sqrt(0.3 / 0.7 / (2 * 64 * 500 * 3))
+    kept = out * 0.7 * 500  # number of keys kept by each query
+    torch.testing.assert_close(kept, kept.round(), atol=1e-3, rtol=0)
+    assert abs(kept.std().item() / math.sqrt(500 * 0.3 * 0.7) - 1) < 0.2
+
+
+def test_dropout_depends_on_seed_and_position_alone():
+    q, k, v = qkv(2, 30, 41, 4, 2, 8, 8).values()
+    out = tw.flash_attention(q, k, v, dropout_p=0.5, seed=11)
+    assert same_bits(out, tw.flash_attention(q, k, v, dropout_p=0.5, seed=11))
+    assert not torch.equal(out, tw.flash_attention(q, k, v, dropout_p=0.5, seed=12))
+    part = tw.flash_attention(q[:, :7], k, v, dropout_p=0.5, seed=11)
+    torch.testing.assert_close(part, out[:, :7])
+    torch.manual_seed(3)
+    a, b = (tw.flash_attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(3)
+    assert same_bits(a, tw.flash_attention(q, k, v, dropout_p=0.5)) and not torch.equal(a, b)
+
+
+def test_dropout_mask_is_philox_by_coordinates():
+    host = pytest.importorskip("trainwright._host")
+    from trainwright.ops.flash_attention import _seed_tensor, _uniform_bits
+
+    seed = (123 << 40) + 7
+    bits = _uniform_bits(_seed_tensor(seed, torch.device("cpu")), 2, 3, 4, 6)
+    for b, h, i, j in ((0, 0, 0, 0), (1, 2, 3, 5), (1, 0, 2, 4)):
+        assert bits[b, h, i, j] == host.philox(seed, j // 4 + (i << 32), h + (b << 32))[j % 4]
+
+
+def test_gradcheck_with_dropout():
+    check_gradcheck(with_lse, qkv(1, 5, 6, 2, 1, 2, 2), {"dropout_p": 0.4, "seed": 1})
+
+
+def test_dropout_of_everything_is_zero():
+    leaves = {n: x.requires_grad_() for n, x in qkv(1, 5, 6, 2, 1, 2, 2).items()}
+    out = tw.flash_attention(**leaves, dropout_p=1.0)
+    assert (out == 0).all()
+    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves.values()))
+
+
+# ---- merge
+
+
+def test_merge_of_split_keys_is_the_whole():
+    q, k, v = qkv(2, 9, 20, 2, 1, 8, 8, torch.float64).values()
+    whole = with_lse(q=q, k=k, v=v)
+    a = with_lse(q=q, k=k[:, :7], v=v[:, :7])
+    b = with_lse(q=q, k=k[:, 7:], v=v[:, 7:])
+    torch.testing.assert_close(tw.merge_attention(*a, *b), whole)
+
+
+def test_merge_with_nothing():
+    out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 2, 3)
+    none, never = torch.full_like(out, NAN), torch.full_like(lse, -INF)
+    merged, merged_lse = tw.merge_attention(out, lse, none, never)
+    torch.testing.assert_close((merged, merged_lse), (out, lse))
+    leaves = [x.clone().requires_grad_() for x in (none, never, none, never)]
+    merged, merged_lse = tw.merge_attention(*leaves)
+    assert (merged == 0).all() and (merged_lse == -INF).all()
+    grads = torch.autograd.grad(merged.sum(), leaves)
+    assert all((g == 0).all() for g in grads)
+
+
+def test_merge_gradcheck():
+    shapes = ((1, 3, 2, 4), (1, 2, 3)) * 2
+    values = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    assert torch.autograd.gradcheck(tw.merge_attention, values)
+
+
+# ---- torch's function
+
+SDPA = {
+    "plain": ((2, 3, 9, 8), (2, 3, 11, 8), {}),
+    "causal is top-left": ((2, 3, 9, 8), (2, 3, 11, 8), {"is_causal": True}),
+    "causal, more queries": ((2, 3, 11, 8), (2, 3, 9, 8), {"is_causal": True}),
+    "grouped": ((2, 6, 9, 8), (2, 3, 9, 8), {"is_causal": True, "enable_gqa": True}),
+    "scale": ((2, 3, 9, 8), (2, 3, 9, 8), {"scale": 0.7}),
+    "three dimensions": ((3, 9, 8), (3, 11, 8), {}),
+    "two dimensions": ((9, 8), (11, 8), {}),
+    "five dimensions": ((2, 2, 3, 9, 8), (2, 2, 3, 11, 8), {"is_causal": True}),
+    "bool mask": ((2, 3, 9, 8), (2, 3, 11, 8), {"mask": (2, 1, 9, 11), "bool": True}),
+    "float mask": ((2, 3, 9, 8), (2, 3, 11, 8), {"mask": (9, 11)}),
+    "five dimensions and a mask": ((2, 2, 3, 9, 8), (2, 2, 3, 11, 8), {"mask": (2, 1, 9, 11)}),
+}
+
+
+@pytest.mark.parametrize("case", SDPA)
+def test_scaled_dot_product_attention_is_torch_s(case):
+    q_shape, k_shape, options = SDPA[case]
+    options = dict(options)
+    if case == "five dimensions and a mask":
+        options["mask"] = (2, 2, 1, 9, 11)
+    if "mask" in options:
+        mask = torch.randn(options.pop("mask"), dtype=torch.float64)
+        options["attn_mask"] = mask > -0.5 if options.pop("bool", False) else mask
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (q_shape, k_shape, k_shape)]  # fmt: skip
+    ours = tw.scaled_dot_product_attention(*leaves, **options)
+    theirs = F.scaled_dot_product_attention(*leaves, **options)
+    torch.testing.assert_close(ours, theirs)
+    upstream = torch.randn_like(theirs)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, leaves, upstream), torch.autograd.grad(theirs, leaves, upstream)
+    )
+
+
+def test_scaled_dot_product_attention_refuses_a_mask_with_is_causal():
+    x = torch.ones(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="attn_mask: expected None together with is_causal=True"):
+        tw.scaled_dot_product_attention(x, x, x, torch.ones(2, 2, dtype=torch.bool), is_causal=True)
+
+
+# ---- choice of backend and arguments
+
+
+def test_rare_options_run_on_the_torch_reference_and_explain_says_so():
+    x = torch.randn(1, 4, 1, 8)
+    text = tw.explain(tw.flash_attention, x, x, x, softcap=2.0)
+    assert "cpu: does not implement softcap" in text and "torch: chosen" in text
+    with pytest.raises(tw.BackendError, match="cpu: does not implement sinks"):
+        tw.flash_attention(x, x, x, sinks=torch.zeros(1), backend="cpu")
+    if "cpu" in BACKENDS:
+        assert "cpu: chosen" in tw.explain(tw.flash_attention, x, x, x, causal=True, window=(2, 0))
+
+
+X = torch.ones(2, 3, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"q": [1.0]}, TypeError, "flash_attention: q: expected a torch.Tensor, got list"),
+        ({"q": X[0]}, ValueError, r"q: expected shape \(B, T, heads, head dim\), got \(3, 4, 8\)"),
+        ({"k": X.double()}, TypeError, "k: expected dtype float32, got float64"),
+        ({"k": X[..., :7]}, ValueError, r"k: expected shape \(2, any, any, 8\)"),
+        ({"v": X[:, :2]}, ValueError, r"v: expected shape \(2, 3, 4, any\)"),
+        ({"k": X[:, :, :3], "v": X[:, :, :3]}, ValueError, "k: expected a number of heads that divides q's 4, got 3"),
+        ({"causal": 1}, TypeError, "causal: expected a bool"),
+        ({"causal_align": "left"}, ValueError, "causal_align: expected 'bottom-right' or 'top-left'"),
+        ({"scale": NAN}, ValueError, "scale: expected a finite number"),
+        ({"scale": "1"}, TypeError, "scale: expected a number"),
+        ({"window": (-2, 0)}, ValueError, "window: expected -1"),
+        ({"window": 3}, TypeError, "window: expected None or"),
+        ({"window": (1.5, 0)}, TypeError, "window: expected two ints"),
+        ({"softcap": 0.0}, ValueError, "softcap: expected a number above 0, got 0.0"),
+        ({"dropout_p": 1.5}, ValueError, "dropout_p: expected a probability"),
+        ({"dropout_p": -0.1}, ValueError, "dropout_p: expected a probability"),
+        ({"seed": 0.5}, TypeError, "seed: expected None or an int"),
+        ({"alibi_slopes": torch.ones(3)}, ValueError, "alibi_slopes: expected shape"),
+        ({"bias": torch.ones(3, 4)}, ValueError, "bias: expected a shape that broadcasts to"),
+        ({"sinks": torch.ones(3)}, ValueError, "sinks: expected shape"),
+        ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
+        ({"backend": "gpu"}, ValueError, "backend: expected one of"),
+        ({"backend": "cuda"}, tw.BackendError, "cuda: not implemented for this op"),
+        ({"q": torch.ones(2, 3, 4, 513), "k": torch.ones(2, 3, 4, 513)}, tw.BackendError, "needs D <= 512, got 513"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else None,
+)  # fmt: skip
+def test_bad_arguments(changed, error, text):
+    with pytest.raises(error, match=text):
+        tw.flash_attention(**{"q": X, "k": X, "v": X, **changed})
