@@ -40,8 +40,11 @@ from trainwright.ops.cross_entropy import (
 
 __all__ = ["linear_cross_entropy"]
 
-PARTS = 16  # a tile is this fraction of the logits
-PARTS_WIDENED = 128  # the same where 16-bit inputs make fp32 tiles, beside which fp32 copies of hidden take room
+PARTS = 16  # a tile of rows is this fraction of the logits
+PARTS_COLUMNS = (
+    32  # a tile of columns; smaller, as the BLAS packs copies of all hidden rows beside it
+)
+PARTS_WIDENED = 128  # the same where 16-bit inputs make fp32 tiles and fp32 copies of hidden
 MIN_COLUMNS, MIN_ROWS = 64, 64  # narrower products run far below the machine's rate
 MAX_TILE = 1 << 25  # elements; larger tiles are no faster
 
@@ -107,7 +110,7 @@ def _product(h: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> Tensor:
 def _tiles(h: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Walks the vocabulary: (first column, rows of the weight, logits), every tile in the same memory."""
     n, V = len(h), len(weight)
-    parts = PARTS if weight.dtype == h.dtype else PARTS_WIDENED
+    parts = PARTS_COLUMNS if weight.dtype == h.dtype else PARTS_WIDENED
     columns = min(
         max(V // parts, MIN_COLUMNS), max(MAX_TILE // max(n, 1), MIN_COLUMNS), max(V // 2, 1)
     )
@@ -372,8 +375,8 @@ def linear_cross_entropy(
     gradients in forward and scales them by the upstream gradient in backward. Without a gradient for weight (or hidden)
     one less.
 
-    Memory beyond the gradients: one tile, a sixteenth of the logits (at least 64 columns or rows). 16-bit inputs on the
-    CPU: a 64th, and fp32 copies of hidden and its gradient.
+    Memory beyond the gradients: one tile, at most a sixteenth of the logits (at least 64 columns or rows), and what the
+    BLAS packs. 16-bit inputs on the CPU: a 64th, and fp32 copies of hidden and its gradient.
 
     Source: chunks with an in-place gradient: Liger-Kernel, arXiv:2410.10989; recomputation: cut cross-entropy,
     arXiv:2411.09009.
