@@ -296,8 +296,9 @@ class _Reference(torch.autograd.Function):
         extra = _Extra(ctx.softcap, alibi, bias, sinks, ctx.dropout_p, seed)
         if dout is None:
             dout = torch.zeros_like(out)
+        scale, left, right, top_left = ctx.options
         dq, dk, dv, ds, dsinks = _bwd_all_reference(
-            dout, dlse, q, k, v, out, *ctx.options, extra=extra
+            dout, dlse, q, k, v, out, scale, left, right, top_left, extra
         )
         dalibi = dbias = None
         if alibi is not None and ctx.needs_input_grad[3]:
