@@ -376,11 +376,11 @@ struct GemmCall {
   }
 
   void multiply_chunk(const S* packed, int64_t n0, int64_t np) const {
-    // Equal tasks: as large as the caches take, but at least eight per thread to even out the end,
+    // Equal tasks: as large as the caches take, but at least four per thread to even out the end,
     // unless they would become so small that packing A again for each shows.
     int64_t tm = (m_panels * G::MR + G::M_BLOCK - 1) / G::M_BLOCK;
     int64_t tn = (np * G::NR + G::N_BLOCK - 1) / G::N_BLOCK;
-    const int64_t wanted = 8 * threads();
+    const int64_t wanted = threads() == 1 ? 1 : 4 * threads();
     while (tm * tn < wanted && m_panels / (tm + 1) >= 4) ++tm;
     while (tm * tn < wanted && np / (tn + 1) >= 8) ++tn;
     const int64_t most_m = (m_panels + tm - 1) / tm, most_n = (np + tn - 1) / tn;
