@@ -16,6 +16,9 @@ inline int64_t slots_for_rows(int64_t N) { return N < 512 ? 1 : N > 64 * 256 ? 6
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 TW_BEGIN
 
@@ -87,15 +90,29 @@ TW_HD A hsum_all(const vec<A> (&x)[U]) {
   return hsum<A>(s);
 }
 
+// Whether the page at p is in memory already. A new one is cleared by the system when it is first
+// written, and lies in the cache then.
+inline bool resident(const void* p) {
+#if defined(__linux__)
+  unsigned char here = 0;
+  const uintptr_t page = reinterpret_cast<uintptr_t>(p) / 4096 * 4096;
+  return mincore(reinterpret_cast<void*>(page), 1, &here) == 0 && (here & 1);
+#else
+  (void)p;
+  return true;
+#endif
+}
+
 // Stores past the cache: a large output that nobody reads before it would be evicted anyway is
 // written without first being read, a quarter to a third of the traffic of a norm. Only for outputs
-// that are larger than a core's share of the cache, and aligned.
+// that are aligned, larger than a core's share of the cache, and not new memory.
 constexpr int64_t kStreamBytes = int64_t(8) << 20;
 template<class A, class T>
 bool can_stream(const T* p, int64_t row_elements, int64_t rows) {
   constexpr int64_t align = lanes<A> * static_cast<int64_t>(sizeof(T));
   return row_elements * rows * static_cast<int64_t>(sizeof(T)) >= kStreamBytes &&
-         reinterpret_cast<uintptr_t>(p) % align == 0 && row_elements % lanes<A> == 0;
+         reinterpret_cast<uintptr_t>(p) % align == 0 && row_elements % lanes<A> == 0 &&
+         resident(p + row_elements * rows / 2);
 }
 template<class A, class T>
 TW_HD void vstream(T* p, vec<A> x) {
