@@ -62,17 +62,24 @@ void tile_gemm(int rows, int64_t K, const A* a, int64_t lda, const A* b, int64_t
                int64_t ldc, const A* factor = nullptr) {
 #define TW_ROWS(n) \
   case n:          \
-    return tile_rows<A, TRANSPOSED, START, n>(K, a, lda, b, ldb, c, ldc, factor);
+    return tile_rows<A, TRANSPOSED, START, n>(K, a, lda, b, ldb, c, ldc, factor)
   switch (rows) {
-    TW_ROWS(1)
-    TW_ROWS(2)
-    TW_ROWS(3)
-    TW_ROWS(4)
-    TW_ROWS(5) TW_ROWS(6)
+    TW_ROWS(1);
+    TW_ROWS(2);
+    TW_ROWS(3);
+    TW_ROWS(4);
+    TW_ROWS(5);
+    TW_ROWS(6);
 #if TW_VEC_BYTES == 64
-        TW_ROWS(7) TW_ROWS(8) TW_ROWS(9) TW_ROWS(10) TW_ROWS(11) TW_ROWS(12)
+    TW_ROWS(7);
+    TW_ROWS(8);
+    TW_ROWS(9);
+    TW_ROWS(10);
+    TW_ROWS(11);
+    TW_ROWS(12);
 #endif
-            default : return;
+    default:
+      return;
   }
 #undef TW_ROWS
 }
