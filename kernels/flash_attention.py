@@ -427,7 +427,7 @@ def _flash_attention_dq_kernel(
 # Tiles: (block of queries, block of keys, warps, stages) by padded head dim, for 16-bit inputs; the largest that keep
 # accumulators and operands in registers without spills on sm_80. fp32 runs on FMA units in 32 x 32 tiles.
 TILES = {
-    "fwd": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
+    "fwd": {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
     "dkv": {64: (16, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 1)},
     "dq": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
 }
