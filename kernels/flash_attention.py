@@ -429,7 +429,7 @@ def _flash_attention_dq_kernel(
 TILES = {
     "fwd": {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
     "dkv": {64: (16, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 1)},
-    "dq": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
+    "dq": {64: (64, 32, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
 }
 
 
@@ -449,7 +449,7 @@ def _launch(kind, D, Dv, dtype):
 
 
 def _fix(launch):
-    return {name: launch[name] for name in ("BM", "BN", "BD", "BDV")} | {"num_warps": 8}
+    return {name: launch[name] for name in ("BM", "BN", "BD", "BDV")} | {"num_warps": 4}
 
 
 def _band(q, k, left, right, top_left):
@@ -574,6 +574,6 @@ AOT = [
     _aot("dkv", _flash_attention_dkv_kernel, 128),
     _aot("dq", _flash_attention_dq_kernel, 64),
     _aot("dq", _flash_attention_dq_kernel, 128),
-    _aot("fwd", _flash_attention_fwd_fix_kernel, 64, 8, ()),
-    _aot("dkv", _flash_attention_dv_fix_kernel, 64, 8, ()),
+    _aot("fwd", _flash_attention_fwd_fix_kernel, 64, 4, ()),
+    _aot("dkv", _flash_attention_dv_fix_kernel, 64, 4, ()),
 ]
