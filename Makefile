@@ -16,7 +16,7 @@ SANITIZED := build/sanitized
 .DELETE_ON_ERROR:
 
 demo: setup
-	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m trainwright.train $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m trainwright.train $(ARGS)
 
 test: setup
 	$(PY) -m pytest -m "not slow and not gpu" --durations=10

@@ -1,0 +1,331 @@
+"""The training loop, from an empty folder to a trained model. Top to bottom: what a step is, then what a run is."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.optim.adamw import AdamW
+from trainwright.parallel.data import DataParallel
+from trainwright.parallel.errors import CollectiveError
+from trainwright.train import checkpoint, data, metrics
+from trainwright.train.config import Config, RunError, resumed
+from trainwright.train.model import GPT, GPTConfig
+from trainwright.train.ranks import RankLost, Ranks, StopSignal, start
+from trainwright.train.report import Reporter, plural
+
+
+def model_config(config: Config) -> GPTConfig:
+    return GPTConfig(
+        data.VOCAB, config.layers, config.dim, config.heads, config.kv_heads, config.hidden_dim, config.context,
+        config.tied, config.rope_theta,
+    )  # fmt: skip
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """Of step 0 .. steps - 1: linear from lr/warmup to lr, then half a cosine down to min_lr · lr at the last step."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+    low = config.lr * config.min_lr
+    return low + (config.lr - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, norm weights do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Parameter names in the optimizer's order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+class Trainer:
+    """Model, optimizer and data of one rank, and what one step does with them."""
+
+    def __init__(self, config: Config, ranks: Ranks, folder: Path) -> None:
+        self.config, self.ranks = config, ranks
+        self.accumulation = config.accumulation(ranks.world)
+        self.dtype = getattr(torch, config.dtype)
+        self.model = GPT(model_config(config), config.seed, self.dtype).to(ranks.device)
+        self.parallel = DataParallel(self.model, broadcast_buffers=False, timeout=config.timeout)
+        self.optimizer = AdamW(
+            parameter_groups(self.model, config.weight_decay), lr=config.lr, betas=(config.beta1, config.beta2),
+            master_weights="auto", max_grad_norm=config.clip,
+        )  # fmt: skip
+        self.train_blocks = data.Blocks(folder / "train.bin", config.context)
+        self.heldout_blocks = data.Blocks(folder / "heldout.bin", config.context)
+        self.sampler = data.TrainSampler(len(self.train_blocks), config.seed)
+        self.tokens = 0  # targets of all ranks so far
+
+    def microbatches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return data.microbatches(
+            self.train_blocks, self.sampler, step * self.config.global_batch, self.config.micro_batch,
+            self.accumulation, self.ranks.rank, self.ranks.world,
+        )  # fmt: skip
+
+    def step(self, step: int) -> tuple[float, int]:
+        """One optimizer step. Returns this rank's sum of losses and number of targets."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.config)
+        loss_sum, targets = torch.zeros((), dtype=torch.float64, device=self.ranks.device), 0
+        for i, (x, y) in enumerate(self.microbatches(step)):
+            count = int((y != data.IGNORE).sum())
+            x, y = x.to(self.ranks.device), y.to(self.ranks.device)
+            self.parallel.loss_weight(count)
+            with self.parallel.accumulate(i, self.accumulation):
+                loss = self.parallel(x, y)
+                loss.backward()
+            loss_sum += loss.detach().double() * count
+            targets += count
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss_sum.item(), targets
+
+    @torch.no_grad()
+    def heldout_loss(self) -> float:
+        """Mean loss over the held-out targets, the same at any world size."""
+        config, total, targets = self.config, 0.0, 0
+        for x, y in data.heldout_batches(
+            self.heldout_blocks, config.eval_tokens, config.micro_batch, self.ranks.rank, self.ranks.world
+        ):  # fmt: skip
+            count = int((y != data.IGNORE).sum())
+            total += self.model(x.to(self.ranks.device), y.to(self.ranks.device)).item() * count
+            targets += count
+        loss_sum, count_sum = self.ranks.sum([total, float(targets)])
+        return loss_sum / count_sum
+
+    def save(self, folder: Path, step: int) -> None:
+        """A checkpoint after `step` steps, written by rank 0."""
+
+        def write() -> None:
+            names = optimizer_names(self.model, self.optimizer)
+            weights = {k: v.detach().cpu().contiguous() for k, v in self.model.state_dict().items()}
+            samples = step * self.config.global_batch
+            state = {"samples": samples, "tokens": self.tokens, "world": self.ranks.world}
+            packed = checkpoint.pack_optimizer(self.optimizer, names)
+            checkpoint.save(folder / "checkpoints", step, weights, packed, state, self.config.keep)
+
+        self.ranks.first(write)
+
+    def load(self, path: Path) -> int:
+        """Continue from a checkpoint; returns the number of steps done."""
+        loaded = checkpoint.load(path)
+        self.model.load_state_dict(loaded.model)
+        names = optimizer_names(self.model, self.optimizer)
+        checkpoint.unpack_optimizer(
+            self.optimizer, names, loaded.optimizer, loaded.state["optimizer"]
+        )
+        self.tokens = loaded.state["tokens"]
+        return loaded.step
+
+
+def open_run(given: dict[str, Any], world: int) -> tuple[Config, Path, data.DataReport]:
+    """Rank 0 only: the folder, config and data of a new run, or those of the run to resume."""
+    asked = Config(**given)
+    out = Path(asked.out)
+    if asked.resume:
+        folder = out / asked.name if asked.name else latest_run(out)
+        if not (folder / "config.json").exists():
+            raise RunError(f"--resume: there is no run in {folder}")
+        config = resumed(json.loads((folder / "config.json").read_text()), given)
+        config.check()
+        config.accumulation(world)
+    else:
+        asked.accumulation(world)
+        config, folder = asked, new_folder(out, asked.name)
+        checkpoint.write_json(folder / "config.json", dataclasses.asdict(config))
+    config.name = folder.name
+    try:
+        if (folder / "data/data.json").exists():
+            report = data.DataReport(**json.loads((folder / "data/data.json").read_text()))
+        else:
+            report = data.prepare(
+                config.data, config.text_column, config.heldout, config.context, folder / "data"
+            )
+    except (RunError, OSError):
+        if not asked.resume:
+            shutil.rmtree(folder, ignore_errors=True)  # the name stays free for the next try
+        raise
+    return config, folder, report
+
+
+def latest_run(out: Path) -> Path:
+    runs = [p.parent for p in out.glob("*/config.json")]
+    if not runs:
+        raise RunError(f"--resume: there is no run in {out}")
+    return max(runs, key=lambda p: max(f.stat().st_mtime_ns for f in p.iterdir()))
+
+
+def new_folder(out: Path, name: str) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = out / (name or f"run-{number:03d}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            if name:
+                raise RunError(
+                    f"--name: {folder} exists; continue it with --resume, or choose another name"
+                ) from None
+            number += 1
+
+
+def find_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """Rank 0 only: what to resume from; None if the run was stopped before its first checkpoint."""
+    root = folder / "checkpoints"
+    path = checkpoint.newest(root, say)
+    if path is None and any(root.glob(f"{checkpoint.PREFIX}*")):
+        raise RunError(f"--resume: no checkpoint in {root} is valid")
+    return path
+
+
+def run(given: dict[str, Any]) -> int:
+    """A whole run: prepare, train, finish. Returns the exit code."""
+    asked = Config(**given)
+    asked.check()
+    if asked.compare:
+        from trainwright.train.compare import compare
+
+        return compare(asked)
+    for module in ("matplotlib", "rich", "safetensors"):  # not after an hour of training
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(name=module)
+    with StopSignal() as stop, start(asked) as ranks:
+        say: Callable[[str], None] = print if ranks.rank == 0 else lambda text: None
+        config, folder, report = ranks.first(open_run, given, ranks.world)
+        trainer = Trainer(config, ranks, folder / "data")
+        done = 0
+        if config.resume:
+            path = ranks.first(find_checkpoint, folder, say)
+            done = trainer.load(path) if path else 0
+            say(f"resuming {folder} at step {done}")
+        peak = ranks.sum([metrics.measure_matmul_flops(ranks.device, trainer.dtype)])[0]
+        introduce(trainer, folder, report, peak, say)
+        if done < config.steps:
+            done = train(trainer, folder, done, peak, stop)
+        if done < config.steps:
+            say(f"stopped after step {done} with a checkpoint; "
+                f"continue with --resume --out {config.out} --name {config.name}")  # fmt: skip
+        else:
+            ranks.first(finish, trainer, folder, say)
+        trainer.parallel.close()
+    return 0
+
+
+def introduce(
+    trainer: Trainer, folder: Path, report: data.DataReport, peak: float, say: Callable[[str], None]
+) -> None:
+    config, ranks = trainer.config, trainer.ranks
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    threads = "" if ranks.device.type == "cuda" else f" x {plural(ranks.threads, 'thread')}"
+    say(
+        f"run    {folder}: {plural(ranks.world, 'rank')}{threads} on {ranks.device.type}, {config.dtype}"
+    )
+    say(f"text   {report.source}: {report.train_documents + report.heldout_documents:,} documents "
+        f"({report.duplicates:,} duplicates dropped), {report.train_tokens:,} tokens to train on, "
+        f"{report.heldout_tokens:,} held out {report.split}")  # fmt: skip
+    micro = plural(trainer.accumulation, "microbatch", "microbatches")
+    say(f"model  {parameters:,} parameters: {config.layers} layers x {config.dim}, context {config.context}; a step is "
+        f"{config.global_batch} sequences in {micro} per rank")  # fmt: skip
+    say(f"MFU    of {peak / 1e9:,.1f} GFLOP/s, torch's matmul on all ranks measured just now; "
+        f"{metrics.flops_per_token(trainer.model.config) / 1e6:,.2f} MFLOP per token")  # fmt: skip
+
+
+def train(trainer: Trainer, folder: Path, first: int, peak: float, stop: StopSignal) -> int:
+    """Steps first .. config.steps - 1, or fewer if stopped; the last one done has a checkpoint. Returns steps done."""
+    config, ranks = trainer.config, trainer.ranks
+    speaks = ranks.rank == 0
+    log = metrics.MetricsFile(folder / "metrics.jsonl", first) if speaks else None
+    reporter = Reporter(speaks, first, config.steps, config.log_every)
+    meter = metrics.Meter(metrics.flops_per_token(trainer.model.config), peak, config.log_every)
+    saved = first
+    try:
+        for step in range(first, config.steps):
+            begin = time.perf_counter()
+            loss_sum, targets = trainer.step(step)
+            wants_stop = stop.requested or (
+                config.stop_after > 0 and step + 1 - first >= config.stop_after
+            )
+            total, count, stopping = ranks.sum([loss_sum, float(targets), float(wants_stop)])
+            seconds, loss, done = time.perf_counter() - begin, total / count, step + 1
+            if not math.isfinite(loss):
+                raise RunError(
+                    f"the loss is {loss} at step {done}; try a lower --lr (the last checkpoint is at step {saved})"
+                )
+            trainer.tokens += int(count)
+            norm = trainer.optimizer.last_step.grad_norm
+            record = {
+                "step": done, "tokens": trainer.tokens, "loss": loss, "lr": learning_rate(step, config),
+                "grad_norm": None if norm is None else float(norm),
+                **meter.update(seconds, int(count), trainer.parallel.stats().exposed_ms),
+            }  # fmt: skip
+            if log is not None:
+                log.write(record)
+            reporter.step(record)
+            last = bool(stopping) or done == config.steps
+            if done == config.steps or (config.eval_every and done % config.eval_every == 0):
+                heldout = trainer.heldout_loss()
+                if log is not None:
+                    log.write({"step": done, "tokens": trainer.tokens, "heldout_loss": heldout})
+                reporter.say(
+                    f"step {done:>{len(str(config.steps))}}/{config.steps}  held-out loss {heldout:.4f}"
+                )
+            if last or (config.checkpoint_every and done % config.checkpoint_every == 0):
+                trainer.save(folder, done)
+                saved = done
+            if last:
+                return done
+        return config.steps
+    except (RankLost, CollectiveError) as error:
+        raise RankLost(f"{error}; the last checkpoint is at step {saved}") from error
+    finally:
+        reporter.close()
+
+
+def finish(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
+    """Rank 0 only: the plot, the weights at the top of the folder, and a sampled text."""
+    config = trainer.config
+    records = metrics.read_metrics(folder / "metrics.jsonl")
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    note = (
+        f"{parameters / 1e6:.1f}M parameters, {config.dtype}, {plural(trainer.ranks.world, 'rank')}"
+    )
+    metrics.plot_loss(records, folder / "loss.png", f"Loss of {folder.name}", note)
+    newest = folder / "checkpoints" / checkpoint.folder_name(config.steps)
+    for part in ("model.safetensors", "optimizer.safetensors"):
+        link = folder / f".{part}.tmp"
+        link.unlink(missing_ok=True)
+        os.link(newest / part, link)
+        os.replace(link, folder / part)
+    if config.sample_tokens:
+        prompt = list(config.prompt.encode()) or [data.EOT]
+        new = trainer.model.generate(
+            prompt, config.sample_tokens, config.temperature, config.seed, data.EOT
+        )
+        text = config.prompt + data.decode(new)
+        (folder / "sample.txt").write_text(text + "\n")
+        say("\n" + "\n".join("  | " + line for line in text.splitlines()) + "\n")
+    held = [r["heldout_loss"] for r in records if "heldout_loss" in r]
+    say(
+        f"done   held-out loss {held[-1]:.4f}; weights, metrics.jsonl, loss.png and sample.txt are in {folder}"
+    )
