@@ -83,13 +83,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """Mean over `reach` neighbours on either side, fewer at the ends."""
-    out = []
-    for i in range(len(values)):
-        r = min(reach, i, len(values) - 1 - i)
-        near = values[i - r : i + r + 1]
-        out.append(sum(near) / len(near))
-    return out
+    """Mean over `reach` neighbours on either side, those there are at the ends."""
+    near = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(n) / len(n) for n in near]
 
 
 def plot_loss(records: list[dict[str, Any]], path: Path, title: str, note: str) -> None:
