@@ -127,7 +127,8 @@ def _probabilities(
         s = s - extra.alibi.to(acc)[..., None, None] * _alibi_distance(q, k)
     s = s.masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(s, dim=-1)
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).masked_fill(~seen, 0.0)
+    # Not exp(s - lse): next to a score of finfo.min, log(n) is lost in lse.
+    p = torch.softmax(s, dim=-1).masked_fill(~seen, 0.0)
     share: Tensor | float = 1.0
     if extra.sinks is not None:
         share = torch.sigmoid(lse - extra.sinks.to(acc)[:, None])[..., None]
