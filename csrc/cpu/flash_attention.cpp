@@ -62,8 +62,8 @@ constexpr int64_t BM = kAttentionBM, BN = kAttentionBN;
 
 // The exponential of the softmax: base 2 for float, where it is cheapest, base e for double, where
 // it rounds least. kToBase takes a natural logarithm to that base.
-template<class A>
-inline constexpr A kToBase = sizeof(A) == 4 ? A(1.4426950408889634074) : A(1);
+template<class R, class A = R>
+inline constexpr R kToBase = sizeof(A) == 4 ? R(1.4426950408889634074) : R(1);
 TW_HD vf exp_base(vf x) { return exp2_fast(x); }
 TW_HD vec<double> exp_base(vec<double> x) { return vexp(x); }
 TW_HD float log_base(float x) { return log2f(x); }
@@ -232,7 +232,9 @@ void forward_task(const FlashAttentionArgs& a, int64_t b, int64_t h, int64_t i0,
     for (int64_t r = first; r < first + count; ++r) {
       const bool empty = t.l[r] == A(0);  // not NaN: a NaN score is a key too
       static_cast<A*>(a.lse)[(b * a.H + h) * a.Tq + i0 + r] =
-          empty ? A(-INFINITY) : (t.m[r] + log_base(t.l[r])) / kToBase<A>;
+          empty ? A(-INFINITY)
+                : static_cast<A>((static_cast<double>(t.m[r]) + log_base(t.l[r])) /
+                                 kToBase<double, A>);
       const A inverse = A(1) / t.l[r];
       const A* o = t.o_t + first * Dv + (r - first);
       T* out = static_cast<T*>(a.out) + ((b * a.Tq + i0 + r) * a.H + h) * Dv;
@@ -247,11 +249,13 @@ void forward_task(const FlashAttentionArgs& a, int64_t b, int64_t h, int64_t i0,
 template<class A>
 struct BackwardTile {
   A *q, *dout, *s, *ds;      // (BM, Dp), (BM, Dvp), (BM, BN), (BM, BN)
+  A* lse_low;                // (BM)
+  A* q_scaled;               // (BM, Dp): the very numbers of the forward, so that S has its bits
   A *k, *v, *k_t, *v_t;      // (BN, Dp), (BN, Dvp), panels of (D, NR) and (Dv, NR)
   A *dk, *dv, *lse, *delta;  // (BN, Dp), (BN, Dvp), (BM), (BM)
 
   static size_t size(int64_t Dp, int64_t Dvp) {
-    return static_cast<size_t>((2 * BM + 3 * BN) * (Dp + Dvp) + 2 * BM * BN + 2 * BM);
+    return static_cast<size_t>((BM + 3 * BN) * (Dp + Dvp) + BM * Dp + 2 * BM * BN + 3 * BM);
   }
   BackwardTile(void* p, int64_t Dp, int64_t Dvp) {
     A* next = static_cast<A*>(p);
@@ -263,6 +267,7 @@ struct BackwardTile {
     q = take(BM * Dp), dout = take(BM * Dvp), s = take(BM * BN), ds = take(BM * BN);
     k = take(BN * Dp), v = take(BN * Dvp), k_t = take(BN * Dp), v_t = take(BN * Dvp);
     dk = take(BN * Dp), dv = take(BN * Dvp), lse = take(BM), delta = take(BM);
+    q_scaled = take(BM * Dp), lse_low = take(BM);
   }
 };
 
@@ -310,8 +315,8 @@ void probabilities(const BackwardTile<A>& t, const Band& band, int64_t i0, int64
     const int64_t first = max_of(r0, ra), last = max_of(r1, first);
     A *s = t.s + p * NR<A>, *ds = t.ds + p * NR<A>;
     for_row_tiles(first, last, [&](int64_t m, int count) {
-      tile_gemm<A, false, Start::zero>(count, D, t.q + m * Dp, Dp, t.k_t + p * NR<A> * D, NR<A>,
-                                       s + m * BN, BN);
+      tile_gemm<A, false, Start::zero>(count, D, t.q_scaled + m * Dp, Dp, t.k_t + p * NR<A> * D,
+                                       NR<A>, s + m * BN, BN);
       if (need_ds)
         tile_gemm<A, false, Start::zero>(count, Dv, t.dout + m * Dvp, Dvp, t.v_t + p * NR<A> * Dv,
                                          NR<A>, ds + m * BN, BN);
@@ -325,7 +330,7 @@ void probabilities(const BackwardTile<A>& t, const Band& band, int64_t i0, int64
       for (int i = 0; i < 2; ++i) {
         vec<A> e{}, d{};
         if (inside) {
-          e = exp_base(vload<A>(s + m * BN + i * L) - t.lse[m]);
+          e = exp_base(vload<A>(s + m * BN + i * L) - t.lse[m] - t.lse_low[m]);
           if (need_ds) d = e * (vload<A>(ds + m * BN + i * L) - t.delta[m]);
         }
         if (masked && inside) {
@@ -354,8 +359,7 @@ void backward_task(const FlashAttentionArgs& a, int64_t b, int64_t g, int64_t j0
   copy_rows(t.v, Dvp, row_of<T>(a.v, b, j0, g), keys, Dv, a.v.row, a.v.element);
   for (int64_t p = 0; p * NR<A> < keys; ++p) {
     const int64_t n = p * NR<A>, count = min_of(NR<A>, keys - n);
-    transpose_to_lanes<A>(t.k_t + n * D, NR<A>, t.k + n * Dp, Dp, count, D,
-                          static_cast<A>(a.scale * kToBase<A>));
+    transpose_to_lanes<A>(t.k_t + n * D, NR<A>, t.k + n * Dp, Dp, count, D, A(1));
     transpose_to_lanes<A>(t.v_t + n * Dv, NR<A>, t.v + n * Dvp, Dvp, count, Dv,
                           static_cast<A>(a.scale));
   }
@@ -371,11 +375,17 @@ void backward_task(const FlashAttentionArgs& a, int64_t b, int64_t g, int64_t j0
       const int64_t at = (b * a.H + h) * a.Tq + i0;
       const bool q_finite =
           copy_rows(t.q, Dp, row_of<T>(a.q, b, i0, h), rows, D, a.q.row, a.q.element);
+      const A scale = static_cast<A>(a.scale * kToBase<A>);
+      for (int64_t n = 0; n < rows * Dp; n += lanes<A>)  // Dp is a multiple of the lanes
+        vstore<A>(t.q_scaled + n, vload<A>(t.q + n) * scale);
       const bool do_finite =
           copy_rows(t.dout, Dvp, row_of<T>(a.dout, b, i0, h), rows, Dv, a.dout.row, a.dout.element);
       for (int64_t m = 0; m < rows; ++m) {
         const A lse = static_cast<const A*>(a.lse)[at + m];
-        t.lse[m] = lse == A(-INFINITY) ? A(INFINITY) : lse * kToBase<A>;
+        // In two parts: one rounding of a large lse would be an error of every p of the row.
+        const double exact = static_cast<double>(lse) * kToBase<double, A>;
+        t.lse[m] = lse == A(-INFINITY) ? A(INFINITY) : static_cast<A>(exact);
+        t.lse_low[m] = isfinite(lse) ? static_cast<A>(exact - t.lse[m]) : A(0);
         if (need_ds) t.delta[m] = static_cast<const A*>(a.delta)[at + m];
       }
       probabilities<A>(t, band, i0, j0, ra, rb, keys, D, Dp, Dv, Dvp, need_ds);
