@@ -3,11 +3,10 @@
 //
 // Blocking (Goto and van de Geijn 2008, as in BLIS):
 //   micro-kernel  MR x NR results in registers, K_BLOCK steps over a packed panel of A (MR wide)
-//   and
-//                 one of B (NR wide). Both panels together fill the L1 cache.
+//                 and one of B (NR wide). Both panels together fill the L1 cache.
 //   task          up to M_BLOCK x N_BLOCK results and the whole of K. Its panels of A are packed
-//   into
-//                 the L2 cache of its thread; its results wait there, as tiles, between K blocks.
+//                 into the L2 cache of its thread; its results wait there, as tiles, between K
+//                 blocks.
 //   call          the panels of B, at most PACKED_BYTES at a time, are packed once by all threads.
 // Up to SKINNY_PANELS panels of rows (M of a few dozen) it pays less to write the packed B to
 // memory and read it again: each thread then packs a few panels, uses them at once and forgets

@@ -39,19 +39,16 @@ class DataParallel(nn.Module):
         unused: what becomes of a parameter that got no gradient: "error" raises in the same backward, on every rank,
             naming it; "zero" counts it as zero; "skip" does too, but leaves None where no rank had a gradient.
         deterministic: sum in rank order at every position, so that neither bucket size nor placement changes a bit.
-        None:
-            True on CPU, False on GPU (where NCCL's all-reduce sums fp32; 16-bit gradients are always summed in fp32,
-            in rank order).
-        broadcast_buffers: after each step, set the buffers to those of the group's rank 0 (in training mode, and
-        only if
-            some rank has changed one). Done without bumping versions, so graphs that saved a buffer stay valid.
+            None is True on CPU, False on GPU (where NCCL's all-reduce sums fp32; 16-bit gradients are always summed in
+            fp32, in rank order).
+        broadcast_buffers: after each step, set the buffers to those of the group's rank 0 (in training mode, and only
+            if some rank has changed one). Done without bumping versions, so graphs that saved a buffer stay valid.
         timeout: seconds after which a rank that does not take part raises `CollectiveError` on all others.
 
     Raises:
         LayoutError: parameters differ between ranks; the message names the first one that does.
         CollectiveError: here or in a later backward: a rank died, stalled or diverged.
-        RuntimeError: `torch.distributed` is not initialised; in a backward: the `unused` policy, a replaced
-        parameter.
+        RuntimeError: `torch.distributed` is not initialised; in a backward: the `unused` policy, a replaced parameter.
 
     Gradients are reduced by hooks on the parameters, so calling ``dp.module`` or any part of it directly works too,
     and what matters for `no_sync` and `accumulate` is where the backward runs. `torch.autograd.grad` does not run
