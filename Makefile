@@ -11,6 +11,8 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install --quiet
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CXX_FILES = git ls-files '*.h' '*.cpp' '*.cu' '*.cuh'
 SANITIZED := build/sanitized
+# Two test processes: what one leaves idle (imports, compilers, ranks that wait) the other uses. "PARALLEL=" for one.
+PARALLEL ?= -n 2 --dist worksteal
 
 .PHONY: demo test test-full bench lint info setup sanitize clean FORCE
 .DELETE_ON_ERROR:
@@ -19,10 +21,10 @@ demo: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m trainwright.train $(ARGS)
 
 test: setup
-	$(PY) -m pytest -m "not slow and not gpu" --durations=10
+	$(PY) -m pytest $(PARALLEL) -m "not slow and not gpu" --durations=10
 
 test-full: setup
-	$(PY) -m pytest -m "not gpu" --durations=20
+	$(PY) -m pytest $(PARALLEL) -m "not gpu" --durations=20
 
 bench: setup
 	$(PY) -m bench $(OP) $(ARGS)
