@@ -49,7 +49,7 @@ from bench.rows import BASELINE, OURS, line, machine, save
 
 Call = Callable[[], Any]
 SANITY = (
-    0.1  # a provider that is this far off, relative to the largest value, computes something else
+    0.25  # a provider that is this far off, relative to the largest value, computes something else
 )
 
 

@@ -515,6 +515,10 @@ def merge_attention(
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, dtype or shape.
 
+    Numerics: in fp32 (fp64 for fp64), `out` rounded once to its dtype; repeats are bit-equal.
+
+    Source: Dao et al., "FlashAttention", NeurIPS 2022 (rescaling by the log-sum-exp).
+
     >>> import torch, trainwright as tw
     >>> one, zero = torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)
     >>> tw.merge_attention(one, zero, 3 * one, zero)[0].flatten()
@@ -574,6 +578,10 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, dtype, shape or range.
         trainwright.BackendError: no backend can run the call.
+
+    Numerics: those of `flash_attention`.
+
+    Source: torch.nn.functional.scaled_dot_product_attention, whose documentation is the specification.
 
     >>> import torch, trainwright as tw
     >>> x = torch.ones(1, 1, 3, 4)
