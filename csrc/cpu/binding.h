@@ -6,14 +6,11 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <optional>
 #include <tuple>
 #include <vector>
 
+#include "cpu/large_blocks.h"
 #include "trainwright/types.h"
 
 namespace tw {
@@ -28,26 +25,21 @@ inline const void* data(const std::optional<Tensor>& t) {
 }
 inline void* mutable_data(const Tensor& t) { return t.mutable_data_ptr(); }
 
-// Asks for huge pages where memory is large. A large output is new memory, which the system hands out
-// and clears page by page as it is first written; in pages of 4 KiB that takes longer than a norm.
-inline void prefer_huge_pages(void* memory, int64_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t page = uintptr_t(2) << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
-  const uintptr_t end =
-      (reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / page * page;
-  // A hint: where it is refused nothing is lost.
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)memory;
-  (void)bytes;
-#endif
-}
-
 inline Tensor empty(std::vector<int64_t> shape, const Tensor& like, ScalarType dtype) {
-  Tensor t = torch::stable::new_empty(like, shape, dtype);
-  if (t.is_cpu()) prefer_huge_pages(t.mutable_data_ptr(), t.numel() * dtype_bytes(dtype_of(t)));
-  return t;
+#if defined(__linux__)
+  size_t bytes = static_cast<size_t>(dtype_bytes(static_cast<DType>(dtype)));
+  for (int64_t size : shape) bytes *= static_cast<size_t>(size);
+  if (like.is_cpu() && bytes >= LargeBlocks::kMinBytes) {
+    if (void* memory = LargeBlocks::instance().take(bytes)) {
+      std::vector<int64_t> strides(shape.size(), 1);
+      for (size_t i = shape.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * shape[i];
+      return torch::stable::from_blob(
+          memory, shape, strides, like.device(), dtype,
+          [bytes](void* freed) { LargeBlocks::instance().give_back(freed, bytes); });
+    }
+  }
+#endif
+  return torch::stable::new_empty(like, shape, dtype);
 }
 inline Tensor empty(std::vector<int64_t> shape, const Tensor& like) {
   return empty(shape, like, like.scalar_type());

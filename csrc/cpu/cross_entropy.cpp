@@ -6,7 +6,7 @@
 // both      when the upstream gradient of a scalar loss can be foretold, each row goes through forward and backward while
 //           it lies in L2, so memory sees one read and one write for the whole loss.
 // Every row is independent and rows are summed in order, in double: the same bits for any thread count.
-// Bound: memory bandwidth and the page faults of the fresh gradient (cpu/pages.h).
+// Bound: memory bandwidth.
 // fwd+bwd (4096, 50257) fp32, 2 cores, AVX2: see bench/results.
 #include "cpu/kernel.h"
 #include "trainwright/cross_entropy.h"
@@ -34,7 +34,6 @@ struct CrossEntropyGradArgs {
   int64_t upstream_stride;
   const double* scale;  // (2) factors of the upstream gradient for loss and z-loss
   void* grad;           // (N, columns); may be the logits themselves
-  bool fresh;           // grad was just allocated
 };
 
 // Forward of whole rows; with `grad`, the gradient for a given upstream gradient as well.
@@ -54,7 +53,7 @@ TW_DECLARE_KERNEL(cross_entropy_grad, CrossEntropyGradArgs)
 TW_DECLARE_KERNEL(cross_entropy_rows, CrossEntropyRowsArgs)
 
 #ifdef TW_CPU_ISA
-#include "cpu/pages.h"
+#include "cpu/rows.h"
 #include "trainwright/vec_math.h"
 
 TW_BEGIN
@@ -190,13 +189,20 @@ void grad_tile(T* grad, const CrossEntropyTile& a, const T* x, int64_t t,
   const Cap<SOFTCAP, A> capped(a.softcap);
   const bool here = t >= a.first && t < a.first + a.columns;
   const T x_t = here ? x[t - a.first] : T{};
+  const bool stream =
+      grad != x && a.N * a.columns * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;
   const auto each = [&](auto&& less) {  // less(i, k): what is taken off a p
-    for_lanes<A>(a.columns, [&](int64_t i, auto k) {
+    const auto at = [&](int64_t i, auto k) {
       const vec<A> z = capped(vload<A>(x + i, k));
       vec<A> g = exp_nonpositive(z - c.lse) * c.softmax - less(i, k);
       if constexpr (SOFTCAP) g *= capped.slope(z);
-      vstore<A>(grad + i, g, k);
-    });
+      return g;
+    };
+    if (stream)
+      for_lanes_aligned<A>(grad, a.columns,
+                           [&](int64_t i, auto k) { put<A>(grad + i, at(i, k), k, true); });
+    else
+      for_lanes<A>(a.columns, [&](int64_t i, auto k) { vstore<A>(grad + i, at(i, k), k); });
   };
   const A* weight = a.weight ? static_cast<const A*>(a.weight) + a.first : nullptr;
   if (c.weight == A(0))
@@ -215,6 +221,7 @@ void grad_tile(T* grad, const CrossEntropyTile& a, const T* x, int64_t t,
     if constexpr (SOFTCAP) g *= capped.slope(z);
     grad[t - a.first] = store_as<T>(g[0]);
   }
+  if (stream) stream_fence();
 }
 
 template<bool SOFTCAP, class T>
@@ -265,8 +272,7 @@ void run_rows(const CrossEntropyRowsArgs& a, double total, int64_t begin, int64_
     }
     a.lse[n] = lse;
     a.loss[n] = loss;
-    if (a.grad)
-      run_grad<SOFTCAP, T>({tile, a.lse, &upstream, 0, a.scale, a.grad, false}, total, n, n + 1);
+    if (a.grad) run_grad<SOFTCAP, T>({tile, a.lse, &upstream, 0, a.scale, a.grad}, total, n, n + 1);
   }
 }
 
@@ -291,14 +297,6 @@ void for_rows(const CrossEntropyTile& tile, F&& run) {
   });
 }
 
-// The pages of rows [begin, end) of a fresh gradient.
-template<class T>
-void populate_rows(const CrossEntropyTile& tile, void* grad, int64_t begin, int64_t end) {
-  const int64_t row_bytes = tile.columns * static_cast<int64_t>(sizeof(T));
-  if (tile.N * row_bytes >= POPULATE_MIN_BYTES)
-    populate(static_cast<char*>(grad) + begin * row_bytes, (end - begin) * row_bytes);
-}
-
 double weight_total_of(const CrossEntropyTile& tile) {
   return tile.dtype == DType::f64 ? weight_total<double>(tile) : weight_total<float>(tile);
 }
@@ -314,7 +312,6 @@ void cross_entropy_state(const CrossEntropyStateArgs& a) {
 void cross_entropy_grad(const CrossEntropyGradArgs& a) {
   const double total = weight_total_of(a.tile);
   for_rows(a.tile, [&](auto tag, auto softcap, int64_t begin, int64_t end) {
-    if (a.fresh) populate_rows<decltype(tag)>(a.tile, a.grad, begin, end);
     run_grad<softcap.value, decltype(tag)>(a, total, begin, end);
   });
 }
@@ -322,7 +319,6 @@ void cross_entropy_grad(const CrossEntropyGradArgs& a) {
 void cross_entropy_rows(const CrossEntropyRowsArgs& a) {
   const double total = weight_total_of(a.tile);
   for_rows(a.tile, [&](auto tag, auto softcap, int64_t begin, int64_t end) {
-    if (a.grad) populate_rows<decltype(tag)>(a.tile, a.grad, begin, end);
     run_rows<softcap.value, decltype(tag)>(a, total, begin, end);
   });
 }
@@ -434,7 +430,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const CrossEntr
 }
 
 void backward(const Tensor& out, const Tensor& upstream, const CrossEntropyTile& tile,
-              const Tensor& lse, const Tensor& scale, bool fresh) {
+              const Tensor& lse, const Tensor& scale) {
   TW_CHECK_SHAPE(upstream.numel() == 1 || (upstream.numel() == tile.N && upstream.is_contiguous()),
                  "upstream must hold 1 or N contiguous elements");
   TW_CHECK_SHAPE(upstream.scalar_type() == acc_dtype(out),
@@ -444,7 +440,7 @@ void backward(const Tensor& out, const Tensor& upstream, const CrossEntropyTile&
                  "lse and scale must be float64 of shapes (N) and (2)");
   cross_entropy_grad({tile, static_cast<const double*>(data(lse)), data(upstream),
                       upstream.numel() == 1 ? 0 : 1, static_cast<const double*>(data(scale)),
-                      mutable_data(out), fresh});
+                      mutable_data(out)});
 }
 
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_cpu(const Tensor& logits, const Tensor& target,
@@ -477,7 +473,7 @@ Tensor cross_entropy_bwd_cpu(const Tensor& dloss, const Tensor& logits, const Te
   const auto tile = tile_of(logits, target, weight, 0, logits.size(1),
                             {ignore_index, label_smoothing, z_loss, softcap});
   const Tensor grad = empty(shape_of(logits), logits);
-  backward(grad, dloss, tile, lse, scale, true);
+  backward(grad, dloss, tile, lse, scale);
   return grad;
 }
 
@@ -491,7 +487,7 @@ void cross_entropy_tile_grad_cpu(const Tensor& out, const Tensor& dloss, const T
                  "out must be like the logits");
   const auto tile = tile_of(logits, target, weight, first, classes,
                             {ignore_index, label_smoothing, z_loss, softcap});
-  backward(out, dloss, tile, lse, scale, false);
+  backward(out, dloss, tile, lse, scale);
 }
 
 void cross_entropy_tile_state_cpu(const Tensor& state, const Tensor& logits, const Tensor& target,

@@ -148,6 +148,17 @@ TW_HD void put(T* p, vec<A> x, K k, bool stream) {
   }
   vstore<A>(p, x, k);
 }
+// for_lanes with its whole registers where p is aligned for vstream: the first call may be a short one.
+template<class A, class T, class F>
+TW_HD void for_lanes_aligned(const T* p, int64_t size, F&& body) {
+  constexpr int64_t bytes = lanes<A> * static_cast<int64_t>(sizeof(T));
+  const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) % bytes);
+  int64_t i = past ? (bytes - past) / static_cast<int64_t>(sizeof(T)) : 0;
+  if (i > size) i = size;
+  if (i > 0) body(int64_t{0}, i);
+  for (; i + lanes<A> <= size; i += lanes<A>) body(i, Full{});
+  if (i < size) body(i, size - i);
+}
 // Makes streamed stores visible to the other threads: at the end of a thread's share.
 TW_HD void stream_fence() {
 #if defined(__SSE2__)
