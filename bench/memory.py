@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import trainwright as tw
 
 STATUS = pathlib.Path("/proc/self/status")
 CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
@@ -25,9 +26,9 @@ def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int |
     """Highest memory during a call minus that before it; what the call returns counts, its inputs do not.
 
     GPU: torch's allocator. CPU: the process's resident memory, so scratch that a kernel or BLAS allocates counts too.
-    The heap is trimmed first (freed blocks that are used again would not show), and the high-water mark is reset
-    (Linux; None elsewhere). Good to about 1 MiB. Call `function` once before, so that one-off allocations (code, thread
-    stacks, workspaces) are made.
+    The heap and our own idle blocks are given back first (memory that is used again would not show), and the high-water
+    mark is reset (Linux; None elsewhere). Good to about 1 MiB. Call `function` once before, so that one-off allocations
+    (code, thread stacks, workspaces) are made.
     """
     gc.collect()
     if device.type == "cuda":
@@ -40,6 +41,7 @@ def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int |
         return torch.cuda.max_memory_allocated(device) - before
     try:
         ctypes.CDLL(None).malloc_trim(0)
+        tw.empty_cache()
         CLEAR_REFS.write_text("5")
     except (OSError, AttributeError):
         return None

@@ -89,6 +89,12 @@ std::string build_info() {
 
 }  // namespace
 
+void empty_cache() {
+#if defined(__linux__)
+  LargeBlocks::instance().drop_idle();
+#endif
+}
+
 Isa isa() {
   static const Isa chosen = detect_isa();
   return chosen;
@@ -98,6 +104,7 @@ Isa isa() {
 
 STABLE_TORCH_LIBRARY_IMPL(trainwright, CompositeExplicitAutograd, m) {
   m.impl("build_info", TORCH_BOX(&tw::build_info));
+  m.impl("empty_cache", TORCH_BOX(&tw::empty_cache));
 }
 
 PyMODINIT_FUNC PyInit__C(void) {

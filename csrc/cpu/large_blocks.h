@@ -7,7 +7,7 @@
 //
 // - Never more is mapped than was in use at one time: idle blocks go when a new one would exceed that mark.
 // - Idle blocks are marked MADV_FREE: the system takes their pages back when it runs short (the resident set shows them
-//   until then).
+//   until then). trainwright.empty_cache() gives them back at once.
 #pragma once
 
 #if defined(__linux__)
@@ -52,6 +52,12 @@ class LargeBlocks {
     }
     if (memory != nullptr) used_bytes_ += bytes;
     return memory;
+  }
+
+  void drop_idle() {
+    const std::lock_guard lock(mutex_);
+    while (!idle_.empty()) drop_oldest();
+    peak_bytes_ = used_bytes_;
   }
 
   void give_back(void* memory, size_t bytes) {

@@ -18,8 +18,11 @@ try:
     from trainwright import ops as ops
     from trainwright.dispatch import available_backends, explain, use_backend
     from trainwright.errors import BackendError
+    from trainwright.memory import empty_cache
 
-    __all__ = ["BackendError", "available_backends", "explain", "use_backend", *ops.__all__]
+    __all__ = [
+        "BackendError", "available_backends", "empty_cache", "explain", "use_backend", *ops.__all__,
+    ]  # fmt: skip
     globals().update({name: getattr(ops, name) for name in ops.__all__})
 except Exception:
     # `python -m trainwright.info` reports what is wrong; everybody else gets the error.

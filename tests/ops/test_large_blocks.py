@@ -54,3 +54,12 @@ def test_output_of_a_pooled_block_can_be_saved_and_shared(tmp_path):
     torch.save(out, tmp_path / "out.pt")
     assert torch.equal(torch.load(tmp_path / "out.pt"), out)
     assert torch.equal(out.clone().share_memory_(), out)
+
+
+def test_empty_cache_gives_idle_memory_back():
+    before = psutil.Process().memory_info().rss
+    kept = large_output(48)
+    large_output(80)
+    tw.empty_cache()
+    assert psutil.Process().memory_info().rss - before < (48 + 16) * MIB
+    assert torch.equal(kept[0], kept[-1])

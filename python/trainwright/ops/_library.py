@@ -14,6 +14,7 @@ from trainwright import dispatch
 
 LIBRARY = torch.library.Library("trainwright", "DEF")
 LIBRARY.define("build_info() -> str")
+LIBRARY.define("empty_cache() -> ()")
 
 Op = Callable[..., Any]
 
