@@ -12,7 +12,7 @@ import torch.distributed as dist
 import trainwright as tw
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainwright.parallel import DataParallel, LayoutError, layout
+from trainwright.parallel import DataParallel, LayoutError, _job, layout
 
 TIMEOUT = 20.0
 
@@ -115,14 +115,14 @@ def sums_in_rank_order_at_every_position(rank, world):
     x = batch(4 * world, 33, torch.float32, seed=3)
 
     def run(**options):
-        model = mlp(33, 70, 40, 5, dtype=torch.float32)
+        model = mlp(33, 192, 40, 5, dtype=torch.float32)
         dp = wrap(model, **options)
         for _ in range(2):  # the second step launches in the learned order
             dp.zero_grad()
             dp(share(x, rank, world)).square().sum().backward()
         return grads(dp), dp.stats().buckets
 
-    local = mlp(33, 70, 40, 5, dtype=torch.float32)
+    local = mlp(33, 192, 40, 5, dtype=torch.float32)
     local(share(x, rank, world)).square().sum().backward()
     expected = {}
     for name, parts in ((n, [e[n] for e in everyone(grads(local))]) for n in grads(local)):
@@ -146,6 +146,43 @@ def sums_in_rank_order_at_every_position(rank, world):
     finally:
         layout.MIN_PIECE_BYTES = before
     assert len(counts) >= 4, counts
+
+
+def large_gradients_are_exchanged_where_they_lie(rank, world):
+    """Without a copy, to the same bits: also with weights, and where a rank has no gradient."""
+    copies = []
+
+    def run(weight, everywhere, **options):
+        torch.manual_seed(1)
+        module = nn.ParameterDict({"a": torch.randn(192, 8), "b": torch.randn(192, 16)})
+        dp = wrap(module, unused="zero", **options)
+        a, b = (torch.randn(p.shape) + rank for p in module.values())
+        loss = (module["a"] * a).square().sum()
+        if everywhere or rank:
+            loss = loss + (module["b"] * b).square().sum()
+        dp.loss_weight(weight)
+        copies.clear()
+        loss.backward()
+        return grads(dp)
+
+    before, layout.MIN_PIECE_BYTES = layout.MIN_PIECE_BYTES, 64
+    run_op = _job.run_op
+    _job.run_op = lambda op, *arguments: copies.append(op) or run_op(op, *arguments)
+    try:
+        for everywhere in (True, False):
+            for weights in (
+                [1.0] * world,
+                [3.0 + r for r in range(world)],
+                [1.0] + [0.0] * (world - 1),
+            ):
+                weight = weights[rank]
+                got = run(weight, everywhere)
+                if everywhere and weights[0] == weights[-1]:
+                    assert copies == []
+                assert_equal(got, run(weight, everywhere, bucket_mb=1000))
+                assert "bucket_pack" in copies or world == 1
+    finally:
+        layout.MIN_PIECE_BYTES, _job.run_op = before, run_op
 
 
 def nan_stays_where_it_is(rank, world):
@@ -839,31 +876,57 @@ def two_replicas_in_one_backward(rank, world):
 # ---- overlap, resources
 
 
+class WaitForFirstBucket(torch.autograd.Function):
+    """Identity whose backward waits until the first bucket is averaged; appends whether it is to `seen`."""
+
+    @staticmethod
+    def forward(ctx, x, dp, seen):
+        ctx.dp, ctx.seen = dp, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        deadline = time.monotonic() + 10
+        done = ctx.dp[0]._reducer.driver.round.jobs
+        while time.monotonic() < deadline and not (done and done[0].complete):
+            time.sleep(0.001)
+        ctx.seen.append(bool(done and done[0].complete))
+        return g, None, None
+
+
 def the_backward_hides_the_communication(rank, world):
     """While the last layer's backward still runs, the first buckets have been averaged."""
     seen = []
-
-    class Block(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, dp):
-            ctx.dp = dp
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            deadline = time.monotonic() + 10
-            done = ctx.dp[0]._reducer.driver.round.jobs
-            while time.monotonic() < deadline and not (done and done[0].complete):
-                time.sleep(0.001)
-            seen.append(bool(done and done[0].complete))
-            return g, None
-
     model = mlp(4, 4, 4, 4)
     dp = wrap(model, bucket_mb=1e-4)
-    x = Block.apply(model[0](batch(2, 4)), [dp])
+    x = WaitForFirstBucket.apply(model[0](batch(2, 4)), [dp], seen)
     model[1:](x).sum().backward()
     assert seen == [True]
     assert_same_on_all_ranks(grads(dp))
+
+
+def memory_that_the_backward_still_needs(rank, world):
+    """Autograd lets a gradient share memory with the one that flows on: that one must not become an average."""
+    module = nn.ParameterDict({"first": torch.ones(4, 4), "second": torch.zeros(16)})
+    dp, seen = wrap(module, bucket_mb=1e-5), []
+    weight = rank + 1.0
+    x = WaitForFirstBucket.apply(module["first"] * weight, [dp], seen)
+    h = x + module["second"].view(4, 4)  # its gradient is that of h, in another shape
+    (h * weight).sum().backward()
+    assert seen == [True]
+    weights = torch.arange(1.0, world + 1)
+    assert torch.equal(module["second"].grad, weights.mean().expand(16))
+    assert torch.equal(module["first"].grad, weights.square().mean().expand(4, 4))
+
+
+def gradients_that_are_views_of_the_user(rank, world):
+    """Views of one flat buffer stay that: the averages are in it."""
+    dp = wrap(nn.Linear(3, 4))
+    flat = torch.zeros(16)
+    dp.weight.grad, dp.bias.grad = flat[:12].view(4, 3), flat[12:]
+    ((dp.weight.sum() + dp.bias.sum()) * (rank + 1)).backward()
+    assert torch.equal(flat, torch.full((16,), sum(range(1, world + 1)) / world))
+    assert dp.weight.grad.data_ptr() == flat.data_ptr()
 
 
 def threads_end_with_the_object(rank, world):
@@ -879,7 +942,7 @@ def threads_end_with_the_object(rank, world):
     dp = wrap(mlp(3, 3))
     model = dp.module
     dp(batch(2, 3)).sum().backward()
-    assert len(ours()) == 2
+    assert len(ours()) == 4  # driver, watch, and one for each Gloo channel
     del dp
     gc.collect()
     while ours() and time.monotonic() < deadline:
@@ -923,7 +986,8 @@ CASES = {
         "unused_raises_in_the_same_backward", "uneven_number_of_batches", "two_replicas_in_one_backward",
         "different_parameters_are_named", "strided_and_complex", "empty_parameters", "bf16_on_the_wire"],
     4: ["one_process_on_the_whole_batch", "sums_in_rank_order_at_every_position", "a_group_of_some_ranks",
-        "sixteen_bit_gradients_are_summed_in_fp32", "unused_zero_with_branches_by_rank"],
+        "sixteen_bit_gradients_are_summed_in_fp32", "unused_zero_with_branches_by_rank",
+        "large_gradients_are_exchanged_where_they_lie"],
 }  # fmt: skip
 
 

@@ -29,10 +29,12 @@ def test_processes_end_cleanly():
     try:
         ranks.run("data_cases", "leave_a_replica_behind")
         ranks.leave(range(4))
+        assert [process.exitcode for process in ranks.processes] == [0] * 4
     finally:
         ranks.close()
 
 
 @pytest.mark.parametrize(("world", "case"), SELECTED, ids=[f"{n}-{w}" for w, n in SELECTED])
 def test_data_parallel(rank_pools, world, case):
-    rank_pools.run(world, "data_cases", case)
+    """Each rank runs the case to its end; `run` raises the traceback of one that does not."""
+    assert rank_pools.run(world, "data_cases", case) == [None] * world

@@ -13,8 +13,8 @@ from trainwright.parallel import FlatLayout, layout
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
 
 
-def meta(shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
+def meta(shape, dtype=torch.float32, device="meta"):
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def covered(plan):
@@ -37,11 +37,12 @@ def covered(plan):
     st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(DTYPES)), min_size=1, max_size=30),
     st.integers(1, 5),
     st.sampled_from(["auto", 1e-9, 0.001, 0.01, 100.0]),
+    st.sampled_from(["cpu", "meta"]),
 )
-def test_every_element_has_one_place(parameters, world, bucket_mb):
+def test_every_element_has_one_place(parameters, world, bucket_mb, device):
     before, layout.MIN_PIECE_BYTES = layout.MIN_PIECE_BYTES, 256
     try:
-        named = [(f"p{i}", meta((n,), dtype)) for i, (n, dtype) in enumerate(parameters)]
+        named = [(f"p{i}", meta((n,), dtype, device)) for i, (n, dtype) in enumerate(parameters)]
         plan = FlatLayout.build(named, world=world, bucket_mb=bucket_mb)
     finally:
         layout.MIN_PIECE_BYTES = before
@@ -76,6 +77,23 @@ def test_small_buckets_at_both_ends():
     assert max(sizes) <= 1.6 * layout.AUTO_LIMITS["cuda"][1]
     assert sizes[0] < max(sizes) / 2 and sizes[-1] <= max(sizes) / 4
     assert len(sizes) > 6
+
+
+def test_large_parameters_are_alone_on_the_cpu():
+    """They are exchanged in place: no other parameter, no padding. The small ones between them share buckets."""
+    named = []
+    for i in range(6):
+        named += [(f"{i}.weight", torch.empty(768, 768)), (f"{i}.bias", torch.empty(768))]
+    named.append(("wide", torch.empty(9 << 18)))  # larger than a bucket: cut
+    named.append(("odd", torch.empty((1 << 18) + 1)))  # does not split evenly between the ranks
+    plan = FlatLayout.build(named, world=2)
+    names = [[plan.slots[p.slot].name for p in b.pieces] for b in plan.buckets]
+    alone = [n[0] for n, b in zip(names, plan.buckets) if len(n) == 1 and not b.padding]
+    assert {f"{i}.weight" for i in range(6)} <= set(alone)
+    assert alone.count("wide") > 1 and "odd" not in alone
+    assert len(names) < len(named) + alone.count("wide")
+    ready = [max(p.slot for p in b.pieces) for b in plan.buckets]
+    assert ready == sorted(ready)
 
 
 def test_launch_order_is_by_the_last_gradient():

@@ -6,6 +6,8 @@ A bucket is a generator that yields at each collective:
     sum the W parts in rank order -> all-gather of the sums
     unpack into the gradients
 
+A bucket that is one contiguous gradient is exchanged where it lies: nothing is packed or unpacked.
+
 The driver runs the pure CPU parts and never blocks on one bucket while another could move: a generator is resumed
 when its collective is done and no earlier bucket waits in the same phase. So each channel sees its collectives in
 bucket order.
@@ -223,9 +225,10 @@ class Driver:
         else:
             send_dtype = own
         n = bucket.numel + bucket.padding
-        flat = job.sums
+        flat, place = job.sums, None
         if flat is None:
-            flat = self._pool.take(n, send_dtype)
+            place = job.in_place(send_dtype)
+            flat = self._pool.take(n, send_dtype) if place is None else place
             job.pack(flat, r.scale, nothing=not r.weight)
         if world == 1:
             job.unpack(flat, r.inverse)
@@ -236,7 +239,8 @@ class Driver:
         else:
             yield self._issue("all-reduce", flat, lambda c: c.all_reduce(flat), bucket, 0)
             job.unpack(flat, r.inverse)
-        self._pool.give(flat)
+        if place is None:
+            self._pool.give(flat)
 
     def _ordered_sum(
         self, job: Job, r: Round, flat: Tensor, send_dtype: torch.dtype, back: torch.dtype
@@ -249,20 +253,12 @@ class Driver:
         part, rank = n // world, self._wire.rank
         full = send if send_dtype == back else self._pool.take(n, back)
         mine = full[rank * part : (rank + 1) * part]
-        if world == 2:  # each rank has one part for the other, and sends only that
-            theirs = self._pool.take(part, send_dtype)
-            away = (1 - rank) * part
-            outgoing, incoming = send[away : away + part], full[away : away + part]
-            yield self._issue("all-to-all", send, lambda c: c.swap(theirs, outgoing), bucket, 0)
-            own = send[rank * part : (rank + 1) * part]
-            parts = [theirs, own] if rank else [own, theirs]
-            run_op("ordered_sum", mine, parts, r.inverse, None)
-            yield self._issue("all-gather", full, lambda c: c.swap(incoming, mine), bucket, 1)
-        else:
-            theirs = self._pool.take(n, send_dtype)
-            yield self._issue("all-to-all", send, lambda c: c.all_to_all(theirs, send), bucket, 0)
-            run_op("ordered_sum", mine, list(theirs.view(world, part)), r.inverse, None)
-            yield self._issue("all-gather", full, lambda c: c.all_gather(full, mine), bucket, 1)
+        theirs = self._pool.take(n, send_dtype)
+        yield self._issue("all-to-all", send, lambda c: c.all_to_all(theirs, send), bucket, 0)
+        parts = list(theirs.view(world, part))
+        parts[rank] = send[rank * part : (rank + 1) * part]
+        run_op("ordered_sum", mine, parts, r.inverse, None)
+        yield self._issue("all-gather", full, lambda c: c.all_gather(full, mine), bucket, 1)
         job.unpack(full, 1.0)
         self._pool.give(
             theirs, *(t for t in {id(send): send, id(full): full}.values() if t is not flat)
@@ -303,11 +299,8 @@ class Driver:
                 self._flying_since = time.perf_counter()
             self._flying += 1
 
-        def done(future: Any) -> None:
-            try:
-                future.value()
-            except Exception as error:
-                ticket.error = str(error)
+        def done(error: str | None) -> None:
+            ticket.error = error
             with self._cond:
                 self._flying -= 1
                 if self._flying == 0 and self._round is not None:
@@ -315,7 +308,7 @@ class Driver:
                 ticket.done = True
                 self._cond.notify()
 
-        ticket.work.get_future().add_done_callback(done)
+        channel.when_done(ticket.work, done)
         return ticket
 
     # ---- the thread

@@ -26,9 +26,20 @@ class Job:
     ready: Any = None  # CUDA event after the gradients
     finished: Any = None  # CUDA event after the averages
 
+    def in_place(self, dtype: torch.dtype) -> Tensor | None:
+        """The memory of the average, if it can be the bucket's flat buffer: one contiguous piece of `dtype`."""
+        bucket = self.bucket
+        if len(bucket.pieces) > 1 or bucket.padding or self.out_offsets is not None:
+            return None
+        (out,) = self.outs
+        return out.view(-1) if out.dtype == dtype and out.is_contiguous() else None
+
     def pack(self, flat: Tensor, scale: float, *, nothing: bool = False, add: bool = False) -> None:
         """flat = (or +=) scale x gradients, missing ones and padding zero; `nothing`: all are missing."""
         grads = self.grads
+        first = grads[0]
+        if scale == 1.0 and not nothing and first is not None and _same_place(first, flat):
+            return
         if nothing or None in grads:
             empty = flat[:0]
             grads = [empty if nothing or g is None else g for g in grads]
@@ -40,8 +51,13 @@ class Job:
         if offsets is None:
             offsets = [piece.offset for piece in self.bucket.pieces]
         if self.outs:
-            run_op("bucket_unpack", flat, self.outs, offsets, scale, None)
+            if scale != 1.0 or not _same_place(self.outs[0], flat):
+                run_op("bucket_unpack", flat, self.outs, offsets, scale, None)
             torch.autograd.graph.increment_version(self.outs)
+
+
+def _same_place(a: Tensor, flat: Tensor) -> bool:
+    return a.data_ptr() == flat.data_ptr() and a.numel() == flat.numel()
 
 
 @dataclass

@@ -72,6 +72,8 @@ class Backward:
     ready: list[int] = field(default_factory=list)  # buckets in the order in which they filled up
     launched: int = 0  # how many buckets of plan.order
     taken: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    # Gradients in memory that others see: the user, or autograd, which may need it yet. Written after the backward.
+    shared: dict[int, Tensor] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)  # slots with a gradient after their launch
     flushed: bool = False
 

@@ -34,6 +34,8 @@ _HEAD = 2
 
 _task_id = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
+_storage_uses = torch._C._storage_Use_Count
+ALONE = 2  # uses of a storage that one tensor and the storage's own Python object have
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
@@ -217,6 +219,10 @@ class Reducer:
             )
         p.grad = None
         own = not grad.requires_grad
+        if b.mode == "sync" and own and _storage_uses(grad.untyped_storage()._cdata) > ALONE:
+            own = False
+            if _checks.writable(grad):
+                b.shared[slot] = grad
         grad = _real(grad if own else grad.detach())
         if not grad.is_contiguous():
             own = own and _checks.writable(grad)
@@ -385,6 +391,8 @@ class Reducer:
             p = self._places[index][1]
             if out is not None and (grad is not None or zero or anywhere[slot]):
                 p.grad = torch.view_as_complex(out) if p.is_complex() else out
+                if slot in b.shared:
+                    p.grad = b.shared[slot].copy_(p.grad)
             elif zero and p.grad is None:
                 p.grad = torch.zeros_like(p, requires_grad=False)
         for index, before in self._sums.base.items():

@@ -4,6 +4,9 @@ Parameters are taken in reverse order of registration, about the order in which 
 and laid end to end in one flat space per dtype. The space is cut into buckets; a cut never depends on values, so
 equal models give equal layouts on every rank, which `fingerprint` and `first_difference` check.
 
+With buckets of automatic size on the CPU, parameters of 1 MiB and more come first in that space and have buckets of
+their own, which are exchanged in the gradient's memory, without a copy; the small ones share buckets.
+
 A small first bucket starts the network early, and small last buckets leave little to wait for at the end: with bucket
 transfer time proportional to its size, the communication that the backward cannot hide is about the last bucket
 alone.
@@ -74,6 +77,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _auto(total: int, device_type: str) -> int:
+    low, high = AUTO_LIMITS.get(device_type, AUTO_LIMITS["cuda"])
+    return min(max(total // AUTO_SHARE, low), high)
+
+
 def _targets(total: int, bucket_bytes: int | None, device_type: str) -> list[int]:
     """Wanted bucket sizes in bytes, in launch order; they add up to `total`."""
     if total == 0:
@@ -81,8 +89,7 @@ def _targets(total: int, bucket_bytes: int | None, device_type: str) -> list[int
     if bucket_bytes is not None:
         full, rest = divmod(total, bucket_bytes)
         return [bucket_bytes] * full + ([rest] if rest else [])
-    low, high = AUTO_LIMITS.get(device_type, AUTO_LIMITS["cuda"])
-    size = min(max(total // AUTO_SHARE, low), high)
+    size = _auto(total, device_type)
     head, tail = ([int(size * f) for f in fractions] for fractions in TAPER)
     middle = total - sum(head) - sum(tail)
     if middle < 0:  # a small model: the tail alone, as far as it goes
@@ -125,6 +132,44 @@ def _cuts(
     return [*ends, total]
 
 
+def _arrange(
+    members: Sequence[int],
+    sizes: Sequence[int],
+    contiguous: Sequence[bool],
+    itemsize: int,
+    unit: int,
+    bucket_bytes: int | None,
+    device_type: str,
+) -> tuple[list[int], list[int]]:
+    """The parameters of one dtype in the order of its flat space, and the element positions where buckets end.
+
+    Large parameters on the CPU come first, one to a bucket, or cut evenly; the others follow.
+    """
+    large: list[int] = []
+    if bucket_bytes is None and device_type == "cpu":
+        least = MIN_PIECE_BYTES // itemsize
+        large = [i for i in members if contiguous[i] and sizes[i] >= least and sizes[i] % unit == 0]
+    limit = _auto(sum(sizes[i] for i in members) * itemsize, device_type) // itemsize
+    ends: list[int] = []
+    start = 0
+    for i in large:
+        parts = max(1, round(sizes[i] / limit))
+        ends += [start + sizes[i] // unit * part // parts * unit for part in range(1, parts + 1)]
+        start += sizes[i]
+    alone = set(large)
+    small = [i for i in members if i not in alone]
+    if small:
+        targets = _targets(sum(sizes[i] for i in small) * itemsize, bucket_bytes, device_type)
+        cuts = _cuts(
+            [sizes[i] for i in small],
+            [contiguous[i] for i in small],
+            [max(1, t // itemsize) for t in targets],
+            MIN_PIECE_BYTES // itemsize,
+        )
+        ends += [start + cut for cut in cuts]
+    return large + small, ends
+
+
 @dataclass(frozen=True)
 class FlatLayout:
     """The layout of parameters on `world` ranks: `slots` in reverse order of registration, `buckets` as launched."""
@@ -149,7 +194,8 @@ class FlatLayout:
             parameters: as `nn.Module.named_parameters` gives them; complex ones count as two real elements each.
             world: number of ranks; a bucket is padded so that each gets an equal part.
             bucket_mb: size of a bucket in MiB, or "auto": about an eighth of the gradients, from 1 to 8 MiB on CPU
-                and 4 to 64 MiB on GPU, with two smaller ones at the start and three at the end.
+                and 4 to 64 MiB on GPU, with two smaller ones at the start and three at the end; on the CPU
+                parameters of 1 MiB and more are then in buckets of their own.
             group: name of the process group, part of the fingerprint.
         """
         if bucket_mb == "auto":
@@ -163,14 +209,12 @@ class FlatLayout:
         offsets = [0] * len(backward)
         sizes = [p.numel() * (2 if p.dtype.is_complex else 1) for _, p in backward]
         drafts: list[tuple[int, Bucket]] = []  # (when it is ready, bucket)
+        contiguous = [p.is_contiguous() for _, p in backward]
+        device_type = backward[0][1].device.type if backward else "cpu"
         for dtype, members in by_dtype.items():
-            total = sum(sizes[i] for i in members) * dtype.itemsize
-            targets = _targets(total, bucket_bytes, backward[0][1].device.type)
-            ends = _cuts(
-                [sizes[i] for i in members],
-                [backward[i][1].is_contiguous() for i in members],
-                [max(1, t // dtype.itemsize) for t in targets],
-                MIN_PIECE_BYTES // dtype.itemsize,
+            unit = world * max(1, ALIGN_BYTES // dtype.itemsize)
+            members, ends = _arrange(
+                members, sizes, contiguous, dtype.itemsize, unit, bucket_bytes, device_type
             )
             starts = [0, *ends[:-1]]
             parts: list[list[Piece]] = [[] for _ in ends]
@@ -188,7 +232,6 @@ class FlatLayout:
                         break
                     b += 1
                 offset += sizes[i]
-            unit = world * max(1, ALIGN_BYTES // dtype.itemsize)
             for start, end, pieces in zip(starts, ends, parts):
                 padding = -(end - start) % unit
                 bucket = Bucket(0, _name(dtype), start, end - start, padding, tuple(pieces))
