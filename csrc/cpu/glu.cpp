@@ -1,5 +1,4 @@
-// Gated activations on the CPU:  y = act(gate) * up  (act in trainwright/activation.h);
-//   dgate = dy * up * act'(gate),  dup = dy * act(gate).
+// Gated activations on the CPU (formulas in trainwright/glu.h).
 //
 // Element by element in blocks of a row. Rows need only be contiguous inside: gate and up may be the
 // two halves of one (N, 2C) tensor, and are not copied. Backward recomputes act(gate); nothing is
@@ -8,7 +7,7 @@
 // element. Bound: memory bandwidth for 16-bit types and for silu, about level with arithmetic
 // otherwise.
 #include "cpu/rows.h"
-#include "trainwright/activation.h"
+#include "trainwright/glu.h"
 
 namespace tw {
 
@@ -66,7 +65,7 @@ void forward(const GluFwdArgs& a, Act) {
     const T* up = static_cast<const T*>(a.up) + n * a.up_stride + first;
     T* y = static_cast<T*>(a.y) + n * a.C + first;
     for_lanes<A>(size, [&](int64_t i, auto k) {
-      put<A>(y + i, Act::value(vload<A>(gate + i, k)) * vload<A>(up + i, k), k, stream);
+      put<A>(y + i, glu_value<Act>(vload<A>(gate + i, k), vload<A>(up + i, k)), k, stream);
     });
   });
 }
@@ -83,82 +82,33 @@ void backward(const GluBwdArgs& a, Act) {
     T* dgate = a.dgate ? static_cast<T*>(a.dgate) + n * a.C + first : nullptr;
     T* dup = a.dup ? static_cast<T*>(a.dup) + n * a.C + first : nullptr;
     for_lanes<A>(size, [&](int64_t i, auto k) {
-      const vec<A> d = vload<A>(dy + i, k);
-      const ValueSlope<vec<A>> act = Act::value_slope(vload<A>(gate + i, k));
-      if (dgate) put<A>(dgate + i, d * vload<A>(up + i, k) * act.slope, k, stream);
-      if (dup) put<A>(dup + i, d * act.value, k, stream);
+      const GluGradients<vec<A>> d =
+          glu_gradients<Act>(vload<A>(dy + i, k), vload<A>(gate + i, k), vload<A>(up + i, k));
+      if (dgate) put<A>(dgate + i, d.gate, k, stream);
+      if (dup) put<A>(dup + i, d.up, k, stream);
     });
-  });
-}
-
-// Calls f(element type tag, activation tag); the activations that have a gated form.
-template<class F>
-void with_types(DType dtype, Activation activation, F&& f) {
-  with_float_type(dtype, [&](auto tag) {
-    if (activation == Activation::silu) f(tag, Silu{});
-    if (activation == Activation::gelu) f(tag, Gelu{});
-    if (activation == Activation::gelu_tanh) f(tag, GeluTanh{});
   });
 }
 
 }  // namespace
 
 void glu_fwd(const GluFwdArgs& a) {
-  with_types(a.dtype, a.activation, [&](auto tag, auto act) { forward<decltype(tag)>(a, act); });
+  with_glu_types(a.dtype, a.activation,
+                 [&](auto tag, auto act) { forward<decltype(tag)>(a, act); });
 }
 void glu_bwd(const GluBwdArgs& a) {
-  with_types(a.dtype, a.activation, [&](auto tag, auto act) { backward<decltype(tag)>(a, act); });
+  with_glu_types(a.dtype, a.activation,
+                 [&](auto tag, auto act) { backward<decltype(tag)>(a, act); });
 }
 
 TW_END
 
 #else  // ---- torch bindings -----------------------------------------------------------------------
 
-#include <string>
+#include "cpu/glu_binding.h"
 
 namespace tw {
 namespace {
-
-// A tensor as N rows of C elements, `stride` apart, each contiguous; copied only if it is not.
-struct Rows {
-  Tensor tensor;
-  int64_t stride;
-};
-
-Rows rows_of(const Tensor& t) {
-  const int64_t last = t.dim() - 1;
-  int64_t stride = -1, next = -1;
-  bool fits = last < 0 || t.size(last) <= 1 || t.stride(last) == 1;
-  for (int64_t i = last - 1; i >= 0 && fits; --i) {
-    if (t.size(i) == 1) continue;
-    if (stride < 0) {
-      stride = t.stride(i);
-    } else if (t.stride(i) != next) {
-      fits = false;
-    }
-    next = t.stride(i) * t.size(i);
-  }
-  const int64_t C = last < 0 ? 1 : t.size(last);
-  if (fits) return {t, stride < 0 ? C : stride};
-  return {torch::stable::contiguous(t), C};
-}
-
-Activation activation_of(const std::string& name) {
-  if (name == "silu") return Activation::silu;
-  if (name == "gelu") return Activation::gelu;
-  STD_TORCH_CHECK(name == "gelu_tanh", "glu: unknown activation");
-  return Activation::gelu_tanh;
-}
-
-// (N, C) of a tensor; where all rows follow each other, one row is enough.
-struct Sizes {
-  int64_t N, C;
-};
-Sizes sizes_of(const Tensor& t, bool dense) {
-  const int64_t C = t.dim() ? t.size(t.dim() - 1) : 1, numel = t.numel();
-  if (numel == 0) return {0, 0};
-  return dense ? Sizes{1, numel} : Sizes{numel / C, C};
-}
 
 Tensor glu_fwd_cpu(const Tensor& gate, const Tensor& up, std::string activation) {
   const Rows g = rows_of(gate), u = rows_of(up);

@@ -1,4 +1,7 @@
-// What the torch side of a CUDA op file needs: device guard, current stream, launch check.
+// What the torch side of a CUDA op file needs: device guard, current stream, addresses, launch check.
+//
+// With TW_VIRTUAL_GPU the same file serves CPU tensors under the names trainwright_vgpu::<op>: the
+// kernels then run on the virtual GPU, whose CUDA runtime learns here which memory a call may touch.
 #pragma once
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -6,7 +9,46 @@
 
 #include "cpu/binding.h"
 
+#ifdef TW_VIRTUAL_GPU
+#include "vgpu/cudart.h"
+#define TW_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(trainwright_vgpu, CPU, m)
+#else
+#define TW_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(trainwright, CUDA, m)
+#endif
+
 namespace tw {
+
+#ifdef TW_VIRTUAL_GPU
+
+// The span of a call: memory that was named in it is forgotten at its end.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor&) {}
+  ~OnDevice() { tw_vgpu_forget(); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+};
+
+inline cudaStream_t stream_of(const Tensor&) { return nullptr; }
+
+inline void* device_data(const Tensor& t) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+  void* begin = const_cast<void*>(t.const_data_ptr());
+  if (t.numel() > 0) tw_vgpu_name(begin, (last + 1) * dtype_bytes(dtype_of(t)));
+  return begin;
+}
+
+#else
+
+// Kernels are launched on t's device.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor& t) : guard_(t.get_device_index()) {}
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
 
 // The stream that torch works on for t's device. Kernels never use the default stream.
 inline cudaStream_t stream_of(const Tensor& t) {
@@ -15,15 +57,16 @@ inline cudaStream_t stream_of(const Tensor& t) {
   return static_cast<cudaStream_t>(stream);
 }
 
+inline void* device_data(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
+
+#endif
+
+// Null if there is no tensor.
+inline void* device_data(const std::optional<Tensor>& t) { return t ? device_data(*t) : nullptr; }
+
 inline void check_launch(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   STD_TORCH_CHECK(error == cudaSuccess, kernel, ": launch failed: ", cudaGetErrorString(error));
-}
-
-inline int multiprocessors(int device) {
-  int count = 0;
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
 }
 
 }  // namespace tw

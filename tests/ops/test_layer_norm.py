@@ -210,7 +210,7 @@ def test_only_the_returned_sum_is_used():
         ({"x": torch.ones(2, 3), "residual": torch.ones(2, 3).half()}, TypeError, "residual: expected dtype float32"),
         ({"x": torch.ones(2, 3), "eps": -1.0}, ValueError, "eps: expected at least 0.0, got -1.0"),
         ({"x": torch.ones(2, 3), "eps": None}, TypeError, "eps: expected a number, got NoneType"),
-        ({"x": torch.ones(2, 3), "backend": "cuda"}, tw.BackendError, "cuda: not implemented for this op"),
+        ({"x": torch.ones(2, 3), "backend": "cuda"}, tw.BackendError, "cuda: needs CUDA tensors, got cpu"),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )  # fmt: skip

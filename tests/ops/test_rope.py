@@ -183,7 +183,7 @@ def q_k_cos_sin(**changes):
         ({"sin": torch.ones(3, 2).double()}, ValueError, "sin: expected the shape and dtype of cos"),
         ({"cos": torch.ones(3, 2, requires_grad=True)}, ValueError, "cos: expected a table without gradient"),
         ({"interleaved": 1}, TypeError, "interleaved: expected a bool, got int"),
-        ({"backend": "cuda"}, tw.BackendError, "cuda: not implemented for this op"),
+        ({"backend": "cuda"}, tw.BackendError, "cuda: needs CUDA tensors, got cpu"),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )  # fmt: skip

@@ -8,10 +8,7 @@
 #pragma once
 #include <math.h>
 
-#include "trainwright/types.h"
-#if !defined(__CUDACC__)
 #include "trainwright/vec_sqrt.h"
-#endif
 
 TW_BEGIN
 

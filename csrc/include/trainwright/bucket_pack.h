@@ -2,6 +2,27 @@
 // and whether anything was not finite. Both are exact in kind: a float squared can neither overflow
 // nor vanish in a double, and x - x is 0 for a finite x and NaN otherwise.
 #pragma once
+#if defined(__CUDACC__)
+#include "trainwright/types.h"
+
+TW_BEGIN
+
+// Of the elements that one thread sees.
+template<class A>
+struct GradStats {
+  double squares = 0.0, odd = 0.0;
+  TW_HD void add(A x) {
+    const double wide = x;
+    squares += wide * wide;
+    odd += wide - wide;
+  }
+  TW_HD double sum() const { return squares; }
+  TW_HD double not_finite() const { return odd == 0.0 ? 0.0 : 1.0; }
+};
+
+TW_END
+
+#else
 #include "trainwright/vec.h"
 
 TW_BEGIN
@@ -53,3 +74,4 @@ struct GradStats<float> {
 };
 
 TW_END
+#endif

@@ -74,21 +74,38 @@ TW_HD float bits_float(uint32_t u) {
 
 // Round to nearest, ties to even; NaN stays NaN (quiet).
 TW_HD bf16 to_bf16(float x) {
+#if defined(__CUDA_ARCH__)
+  bf16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+#else
   const uint32_t u = float_bits(x);
   if ((u & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((u >> 16) | 0x40u)};
   return {static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
+#endif
 }
 TW_HD float to_float(bf16 x) { return bits_float(static_cast<uint32_t>(x.bits) << 16); }
 
 TW_HD float to_float(f16 x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+#else
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t mag = x.bits & 0x7fffu;
   if (mag >= 0x7c00u) return bits_float(sign | 0x7f800000u | (mag & 0x3ffu) << 13);  // inf, NaN
   if (mag < 0x400u)
     return bits_float(sign | float_bits(static_cast<float>(mag) * 5.9604644775390625e-8f));
   return bits_float(sign | ((mag << 13) + 0x38000000u));
+#endif
 }
 TW_HD f16 to_f16(float x) {
+#if defined(__CUDA_ARCH__)
+  f16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+#else
   const uint32_t u = float_bits(x);
   const uint32_t sign = (u >> 16) & 0x8000u;
   const uint32_t mag = u & 0x7fffffffu;
@@ -101,7 +118,26 @@ TW_HD f16 to_f16(float x) {
   }
   const uint32_t rounded = mag + 0xfffu + ((mag >> 13) & 1u) - 0x38000000u;
   return {static_cast<uint16_t>(sign | (rounded >> 13))};
+#endif
 }
+
+#if defined(__CUDACC__)
+// Two floats rounded to bf16 or f16, the first in the low half.
+template<class T>
+__device__ __forceinline__ uint32_t pair_bits(float low, float high);
+template<>
+__device__ __forceinline__ uint32_t pair_bits<bf16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template<>
+__device__ __forceinline__ uint32_t pair_bits<f16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+#endif
 
 template<class A, class T>
 TW_HD A load_as(T x) {

@@ -78,6 +78,7 @@ _library.LIBRARY.define("adamw_table(Tensor table, Tensor hyper, Tensor? control
 step_by_table = torch.ops.trainwright.adamw_table.default
 STEP = {
     "cpu": _op,
+    "cuda": _op,
     "triton": _library.define_triton("adamw_triton_" + SCHEMA, _triton, _fake),
     "torch": _reference,
 }
@@ -86,6 +87,7 @@ STEP = {
 @dispatch.register(
     "adamw",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
@@ -124,7 +126,7 @@ def adamw_(
             None; bf16 and fp16 parameters only.
         control: (2,) fp64 on the device: the gradient multiplier (clip coefficient / loss scale), and a flag: non-zero
             skips the step and leaves every tensor, step counts included, as it is.
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, dtype or shape.

@@ -113,7 +113,7 @@ def _triton(name: str) -> Callable[..., Any]:
 def _define(name: str, schema: str, reference: Any, fake: Any) -> dict[str, Any]:
     op = _library.define(name + schema, reference, fake)
     triton = _library.define_triton(f"{name}triton_" + schema, _triton(name), fake)
-    return {"cpu": op, "triton": triton, "torch": reference}
+    return {"cpu": op, "cuda": op, "triton": triton, "torch": reference}
 
 
 _PACK = _define("bucket_pack_", PACK, _pack_reference, _stats_fake)
@@ -145,6 +145,7 @@ def _bumped(*written: Tensor) -> None:
 @dispatch.register(
     "bucket_pack",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
@@ -227,6 +228,7 @@ def bucket_pack(
 @dispatch.register(
     "bucket_unpack",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
@@ -283,6 +285,7 @@ def bucket_unpack(
 @dispatch.register(
     "ordered_sum",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES, limits=(("W", 1024),)),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
@@ -331,7 +334,7 @@ def ordered_sum(
         check_tensor(op, f"chunks[{i}]", c, shape=out.shape, device=out.device)
         if c.dtype != parts[0].dtype:
             raise type_error(op, f"chunks[{i}]", str(parts[0].dtype), c.dtype)
-    chosen = dispatch.resolve(op, backend, out.device, out.dtype)
+    chosen = dispatch.resolve(op, backend, out.device, out.dtype, W=len(parts))
     with torch.no_grad():
         stats = _SUM[chosen](out, [c.contiguous() for c in parts], factor, factor_tensor)
         _bumped(out)

@@ -223,7 +223,7 @@ def _define(name: str, schema: str, reference: Any, fake: Any) -> dict[str, Any]
     op = _library.define(name + schema, reference, fake)
     base, end = (name[:-1], "_") if name.endswith("_") else (name, "")
     triton = _library.define_triton(f"{base}_triton{end}{schema}", _triton(base), fake)
-    return {"cpu": op, "triton": triton, "torch": reference}
+    return {"cpu": op, "cuda": op, "triton": triton, "torch": reference}
 
 
 _FORWARD = _define("cross_entropy_fwd", FWD, _fwd_reference, _fwd_fake)
@@ -327,6 +327,7 @@ def check_target(op: str, target: Any, shape: torch.Size, device: torch.device) 
 @dispatch.register(
     "cross_entropy",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
@@ -358,7 +359,7 @@ def cross_entropy(
         z_loss: coefficient of lse², at least 0.
         softcap: above 0, or None.
         reduction: "mean", "sum" or "none".
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Returns:
         fp32 (fp64 for fp64 logits): a scalar, or the shape of target for "none". All rows ignored: mean 0, gradient 0.

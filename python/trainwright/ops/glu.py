@@ -81,13 +81,17 @@ def _bwd_triton(*args: Any) -> Any:
     return kernel.glu_bwd(*args)
 
 
+_fwd = _library.define("glu_fwd" + FWD, _fwd_reference, _fwd_fake)
+_bwd = _library.define("glu_bwd" + BWD, _bwd_reference, _bwd_fake)
 _FORWARD = {
-    "cpu": _library.define("glu_fwd" + FWD, _fwd_reference, _fwd_fake),
+    "cpu": _fwd,
+    "cuda": _fwd,
     "triton": _library.define_triton("glu_fwd_triton" + FWD, _fwd_triton, _fwd_fake),
     "torch": _fwd_reference,
 }
 _BACKWARD = {
-    "cpu": _library.define("glu_bwd" + BWD, _bwd_reference, _bwd_fake),
+    "cpu": _bwd,
+    "cuda": _bwd,
     "triton": _library.define_triton("glu_bwd_triton" + BWD, _bwd_triton, _bwd_fake),
     "torch": _bwd_reference,
 }
@@ -111,6 +115,7 @@ class _GLU(torch.autograd.Function):
 
 _CANDIDATES = (
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
@@ -131,7 +136,7 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
         gate: any shape; fp32, bf16, fp16 or fp64. Any strides; rows that are contiguous inside, such as the halves of
             ``x.chunk(2, -1)``, are read where they are.
         up: same shape, dtype and device as gate.
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Returns:
         Contiguous, shape and dtype of gate.
@@ -163,7 +168,7 @@ def geglu(
             ``x.chunk(2, -1)``, are read where they are.
         up: same shape, dtype and device as gate.
         approximate: "none", or "tanh" for ``x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2``.
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Returns:
         Contiguous, shape and dtype of gate.

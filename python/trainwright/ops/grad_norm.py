@@ -65,11 +65,13 @@ _stats = _library.define("grad_stats" + STATS, _stats_reference, _stats_fake)
 _scale = _library.define("grad_scale_" + SCALE, _scale_reference, _scale_fake)
 GRAD_STATS = {
     "cpu": _stats,
+    "cuda": _stats,
     "triton": _library.define_triton("grad_stats_triton" + STATS, _stats_triton, _stats_fake),
     "torch": _stats_reference,
 }
 GRAD_SCALE = {
     "cpu": _scale,
+    "cuda": _scale,
     "triton": _library.define_triton("grad_scale_triton_" + SCALE, _scale_triton, _scale_fake),
     "torch": _scale_reference,
 }
@@ -104,6 +106,7 @@ def _norm(tensors: list[Tensor], p: float, backend: str | None) -> Tensor:
 @dispatch.register(
     "grad_norm",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
@@ -117,7 +120,7 @@ def grad_norm(
     Args:
         tensors: a tensor or an iterable of tensors; fp32, bf16, fp16 or fp64 in any mix, any shape and strides.
         norm_type: p, a number or "inf".
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Returns:
         0-d fp32 on the device of the first tensor; 0 for no tensors.
@@ -155,8 +158,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of `parameters` in place so that their common norm is at most `max_norm`.
 
-    ``grad *= min(1, max_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_`. On the CPU nothing is written if
-    there is nothing to clip. Clipping inside the optimizer (``max_grad_norm=``) costs no pass at all.
+    ``grad *= min(1, max_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_`. Nothing is written if there is
+    nothing to clip. Clipping inside the optimizer (``max_grad_norm=``) costs no pass at all.
 
     Args:
         parameters: a tensor or an iterable of tensors; those without a gradient are left out.
@@ -164,7 +167,7 @@ def clip_grad_norm_(
         norm_type: see `grad_norm`.
         error_if_nonfinite: raise if the norm is NaN or infinite (this waits for the device).
         foreach: accepted for compatibility; one kernel serves all tensors in any case.
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Returns:
         The norm before clipping, 0-d fp32.

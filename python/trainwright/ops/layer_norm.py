@@ -94,13 +94,17 @@ def _bwd_triton(*args: Any) -> Any:
     return kernel.layer_norm_bwd(*args)
 
 
+_fwd = _library.define("layer_norm_fwd" + FWD, _fwd_reference, _fwd_fake)
+_bwd = _library.define("layer_norm_bwd" + BWD, _bwd_reference, _bwd_fake)
 _FORWARD = {
-    "cpu": _library.define("layer_norm_fwd" + FWD, _fwd_reference, _fwd_fake),
+    "cpu": _fwd,
+    "cuda": _fwd,
     "triton": _library.define_triton("layer_norm_fwd_triton" + FWD, _fwd_triton, _fwd_fake),
     "torch": _fwd_reference,
 }
 _BACKWARD = {
-    "cpu": _library.define("layer_norm_bwd" + BWD, _bwd_reference, _bwd_fake),
+    "cpu": _bwd,
+    "cuda": _bwd,
     "triton": _library.define_triton("layer_norm_bwd_triton" + BWD, _bwd_triton, _bwd_fake),
     "torch": _bwd_reference,
 }
@@ -149,6 +153,8 @@ class _LayerNorm(torch.autograd.Function):
 @dispatch.register(
     "layer_norm",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES[:3], limits=(("C", 8192),)),
+    Candidate("cuda", (torch.float64,), limits=(("C", 4096),)),
     Candidate("triton", FLOAT_DTYPES, limits=(("C", 65536),)),
     Candidate("torch", FLOAT_DTYPES),
 )
@@ -171,7 +177,7 @@ def layer_norm(
         bias: (C,), any of those dtypes, or None for no shift; it needs no weight.
         eps: added to the variance; at least 0.
         residual: same shape, dtype and device as x. It is added in x's dtype (rounded once) before the norm.
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Returns:
         y, shape and dtype of x; with `residual`, the pair ``(y, x + residual)``.

@@ -53,8 +53,10 @@ def _triton(*args: Any) -> Any:
     return kernel.rope(*args)
 
 
+_rope = _library.define("rope" + SCHEMA, _reference, _fake)
 _ROPE = {
-    "cpu": _library.define("rope" + SCHEMA, _reference, _fake),
+    "cpu": _rope,
+    "cuda": _rope,
     "triton": _library.define_triton("rope_triton" + SCHEMA, _triton, _fake),
     "torch": _reference,
 }
@@ -102,6 +104,7 @@ def _check_table(name: str, table: Tensor, q: Tensor, cos: Tensor) -> None:
 @dispatch.register(
     "rope",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES, limits=(("D", 4096),)),
     Candidate("triton", FLOAT_DTYPES, limits=(("D", 4096),)),
     Candidate("torch", FLOAT_DTYPES),
 )
@@ -126,7 +129,7 @@ def rope(
         cos: (T, R/2), or (B, T, R/2) where positions differ within the batch; R <= D; any of those dtypes.
         sin: shape and dtype of cos. The tables get no gradient: one that requires it is a ValueError.
         interleaved: pairs are (2p, 2p + 1) instead of (p, p + R/2).
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Returns:
         The rotated q and k, contiguous, in their own dtype.

@@ -170,7 +170,7 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
             parameter itself. After editing parameters by hand call `refresh_masters()`.
         state_dtype, stochastic_rounding, seed: only fp32 state and rounding to nearest so far.
         max_grad_norm: clip the global 2-norm of all gradients inside the step; ``p.grad`` is not rewritten.
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Gradients may have another dtype and other strides than their parameter. With a `GradScaler` or `tw.LossScaler` the
     gradients are unscaled inside the step, and a step that overflowed leaves parameters, state, masters and step counts
