@@ -140,9 +140,10 @@ class NinjaBuild(build_ext):
         modules = []
         if torch is not None and reasons["cpu"] is None:
             modules.append(cpu_module(torch, out_dir))
-            # _host serves the tests and is for one Python version: not in wheels, which are for all.
+            # _host and _vgpu serve tests and kernel authors, for one Python version: not in wheels, which are for all.
             if (self.inplace or self.editable_mode) and pybind_include() is not None:
                 modules.append(host_module(out_dir))
+                modules.append(vgpu_module(out_dir))
             if reasons["cuda"] is None:
                 modules.append(cuda_module(torch, out_dir))
             run_ninja(modules)
@@ -228,6 +229,25 @@ def host_module(out_dir):
     objects = [(s, f"host_{Path(s).stem}.o", "cxx", flags) for s in sources("csrc/host", "*.cpp")]
     out = out_dir / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}"
     return {"name": "_host", "out": out, "objects": objects, "link": []}
+
+
+def vgpu_module(out_dir):
+    """The virtual GPU. Built where it runs, so it may use this CPU's AVX2: its lanes are vectorised loops."""
+    flags = [*include_flags(), f"-isystem{pybind_include()}", "-std=c++20", "-ffp-contract=off"]
+    flags += [
+        "-fno-strict-aliasing",
+        "-Wno-restrict",
+    ]  # the latter: false alarms of GCC 12 in std::string
+    flags += CPU_ISAS["avx2"] if has_avx2() else []
+    objects = [(s, f"vgpu_{Path(s).stem}.o", "cxx", flags) for s in sources("csrc/vgpu", "*.cpp")]
+    out = out_dir / f"_vgpu{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return {"name": "_vgpu", "out": out, "objects": objects, "link": ["-pthread"]}
+
+
+def has_avx2():
+    cpuinfo = Path("/proc/cpuinfo")
+    words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return {"avx2", "fma", "f16c"} <= words
 
 
 def cuda_module(torch, out_dir):

@@ -63,58 +63,112 @@ void Block::fill_specials(Warp& w) {
     const auto each = [&](auto f) {
       for (uint32_t l = 0; l < kLanes; ++l) lanes[l] = f(l);
     };
-    const auto axis = [&](Special first) { return static_cast<int>(r.which) - static_cast<int>(first); };
+    const auto axis = [&](Special first) {
+      return static_cast<int>(r.which) - static_cast<int>(first);
+    };
     const uint32_t first_thread = w.index() * kLanes;
     switch (r.which) {
-      case Special::tid_x: each([&](uint32_t l) { return (first_thread + l) % block[0]; }); break;
-      case Special::tid_y: each([&](uint32_t l) { return (first_thread + l) / block[0] % block[1]; }); break;
-      case Special::tid_z: each([&](uint32_t l) { return (first_thread + l) / block[0] / block[1]; }); break;
-      case Special::ntid_x: case Special::ntid_y: case Special::ntid_z:
+      case Special::tid_x:
+        each([&](uint32_t l) { return (first_thread + l) % block[0]; });
+        break;
+      case Special::tid_y:
+        each([&](uint32_t l) { return (first_thread + l) / block[0] % block[1]; });
+        break;
+      case Special::tid_z:
+        each([&](uint32_t l) { return (first_thread + l) / block[0] / block[1]; });
+        break;
+      case Special::ntid_x:
+      case Special::ntid_y:
+      case Special::ntid_z:
         all(block[axis(Special::ntid_x)]);
         break;
-      case Special::ctaid_x: case Special::ctaid_y: case Special::ctaid_z:
+      case Special::ctaid_x:
+      case Special::ctaid_y:
+      case Special::ctaid_z:
         all(index_[axis(Special::ctaid_x)]);
         break;
-      case Special::nctaid_x: case Special::nctaid_y: case Special::nctaid_z:
+      case Special::nctaid_x:
+      case Special::nctaid_y:
+      case Special::nctaid_z:
         all(grid[axis(Special::nctaid_x)]);
         break;
-      case Special::laneid: each([](uint32_t l) { return l; }); break;
-      case Special::warpid: all(w.index()); break;
-      case Special::nwarpid: all(launch_.warps_per_block()); break;
-      case Special::lanemask_eq: each([](uint32_t l) { return 1u << l; }); break;
-      case Special::lanemask_le: each([](uint32_t l) { return kAllLanes >> (31 - l); }); break;
-      case Special::lanemask_lt: each([](uint32_t l) { return (1u << l) - 1; }); break;
-      case Special::lanemask_ge: each([](uint32_t l) { return kAllLanes << l; }); break;
-      case Special::lanemask_gt: each([](uint32_t l) { return kAllLanes << l << 1; }); break;
-      case Special::clusterid_x: case Special::clusterid_y: case Special::clusterid_z: {
+      case Special::laneid:
+        each([](uint32_t l) { return l; });
+        break;
+      case Special::warpid:
+        all(w.index());
+        break;
+      case Special::nwarpid:
+        all(launch_.warps_per_block());
+        break;
+      case Special::lanemask_eq:
+        each([](uint32_t l) { return 1u << l; });
+        break;
+      case Special::lanemask_le:
+        each([](uint32_t l) { return kAllLanes >> (31 - l); });
+        break;
+      case Special::lanemask_lt:
+        each([](uint32_t l) { return (1u << l) - 1; });
+        break;
+      case Special::lanemask_ge:
+        each([](uint32_t l) { return kAllLanes << l; });
+        break;
+      case Special::lanemask_gt:
+        each([](uint32_t l) { return kAllLanes << l << 1; });
+        break;
+      case Special::clusterid_x:
+      case Special::clusterid_y:
+      case Special::clusterid_z: {
         const int i = axis(Special::clusterid_x);
         all(index_[i] / cluster[i]);
         break;
       }
-      case Special::nclusterid_x: case Special::nclusterid_y: case Special::nclusterid_z: {
+      case Special::nclusterid_x:
+      case Special::nclusterid_y:
+      case Special::nclusterid_z: {
         const int i = axis(Special::nclusterid_x);
         all(grid[i] / cluster[i]);
         break;
       }
-      case Special::cluster_ctaid_x: case Special::cluster_ctaid_y: case Special::cluster_ctaid_z: {
+      case Special::cluster_ctaid_x:
+      case Special::cluster_ctaid_y:
+      case Special::cluster_ctaid_z: {
         const int i = axis(Special::cluster_ctaid_x);
         all(index_[i] % cluster[i]);
         break;
       }
-      case Special::cluster_nctaid_x: case Special::cluster_nctaid_y: case Special::cluster_nctaid_z:
+      case Special::cluster_nctaid_x:
+      case Special::cluster_nctaid_y:
+      case Special::cluster_nctaid_z:
         all(cluster[axis(Special::cluster_nctaid_x)]);
         break;
-      case Special::cluster_ctarank: all(rank_); break;
-      case Special::cluster_nctarank: all(launch_.blocks_per_cluster()); break;
-      case Special::is_explicit_cluster: w.mask(r.offset) = launch_.blocks_per_cluster() > 1 ? kAllLanes : 0; break;
-      case Special::smid: case Special::gridid: case Special::zero: all(0); break;
-      case Special::nsmid: all(1); break;
-      case Special::dynamic_smem_size: all(launch_.dynamic_shared); break;
-      case Special::total_smem_size: all(shared_end_ - kSharedBase); break;
+      case Special::cluster_ctarank:
+        all(rank_);
+        break;
+      case Special::cluster_nctarank:
+        all(launch_.blocks_per_cluster());
+        break;
+      case Special::is_explicit_cluster:
+        w.mask(r.offset) = launch_.blocks_per_cluster() > 1 ? kAllLanes : 0;
+        break;
+      case Special::smid:
+      case Special::gridid:
+      case Special::zero:
+        all(0);
+        break;
+      case Special::nsmid:
+        all(1);
+        break;
+      case Special::dynamic_smem_size:
+        all(launch_.dynamic_shared);
+        break;
+      case Special::total_smem_size:
+        all(shared_end_ - kSharedBase);
+        break;
       case Special::parameters:
-        std::fill_n(w.lanes<uint64_t>(r.offset), kLanes,
-                    reinterpret_cast<uint64_t>(launch_.parameters.data()) +
-                        static_cast<uint64_t>(r.value));
+        std::fill_n(
+            w.lanes<uint64_t>(r.offset), kLanes,
+            reinterpret_cast<uint64_t>(launch_.parameters.data()) + static_cast<uint64_t>(r.value));
         break;
     }
   }
@@ -124,7 +178,8 @@ void Block::fill_specials(Warp& w) {
 
 Block::Barrier& Block::barrier(Warp& w, const Instr& in, uint32_t index, uint32_t count) {
   if (index >= barriers_.size())
-    w.fault(Fault::Kind::barrier, in, -1, "barrier " + std::to_string(index) + " does not exist (0 to 15)");
+    w.fault(Fault::Kind::barrier, in, -1,
+            "barrier " + std::to_string(index) + " does not exist (0 to 15)");
   if (count % kLanes)
     w.fault(Fault::Kind::barrier, in, -1,
             "barrier " + std::to_string(index) + ": thread count " + std::to_string(count) +
@@ -197,7 +252,9 @@ void Block::barrier_reduce(Warp& w, uint32_t index, uint32_t predicate) {
   r.all &= (predicate & w.exec) == w.exec;
   r.any |= (predicate & w.exec) != 0;
 }
-const Block::Reduction& Block::reduction(Warp&, uint32_t index) const { return barriers_[index].result; }
+const Block::Reduction& Block::reduction(Warp&, uint32_t index) const {
+  return barriers_[index].result;
+}
 
 std::string Block::explain_barrier(uint32_t index) const {
   const Barrier& b = barriers_.at(index);
@@ -208,7 +265,8 @@ std::string Block::explain_barrier(uint32_t index) const {
 
 // ---- cluster
 
-Cluster::Cluster(const Program& program, const Launch& launch) : program_(program), launch_(launch) {
+Cluster::Cluster(const Program& program, const Launch& launch)
+    : program_(program), launch_(launch) {
   for (uint32_t r = 0; r < launch.blocks_per_cluster(); ++r)
     blocks_.push_back(std::make_unique<Block>(program, launch, *this, r));
 }
@@ -231,6 +289,13 @@ void Cluster::start(uint64_t linear_index) {
 uint64_t Cluster::progress() const {
   uint64_t sum = 0;
   for (const auto& block : blocks_) sum += block->progress;
+  return sum;
+}
+
+uint64_t Cluster::instructions() const {
+  uint64_t sum = 0;
+  for (const auto& block : blocks_)
+    for (const Warp& w : block->warps()) sum += w.executed;
   return sum;
 }
 
@@ -277,7 +342,8 @@ void Cluster::deadlock(const char* what) const {
   int listed = 0;
   for (const auto& block : blocks_) {
     const uint32_t* i = block->index();
-    text += "  block (" + std::to_string(i[0]) + ", " + std::to_string(i[1]) + ", " + std::to_string(i[2]) + ")\n";
+    text += "  block (" + std::to_string(i[0]) + ", " + std::to_string(i[1]) + ", " +
+            std::to_string(i[2]) + ")\n";
     for (const Warp& w : block->warps()) {
       if (w.finished() || listed++ > 16) continue;
       if (!first) first = block.get();

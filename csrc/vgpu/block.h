@@ -94,9 +94,9 @@ class Block {
 
  private:
   struct Barrier {
-    uint32_t count = 0;    // threads it waits for; 0: all of the block
-    uint32_t arrived = 0;  // threads, so far
-    uint64_t phase = 0;    // times opened
+    uint32_t count = 0;           // threads it waits for; 0: all of the block
+    uint32_t arrived = 0;         // threads, so far
+    uint64_t phase = 0;           // times opened
     std::vector<uint32_t> lanes;  // that have arrived, by warp
     Reduction pending, result;
   };
@@ -134,6 +134,7 @@ class Cluster {
   // Throws the deadlock if all wait. `stop` ends it early (false).
   bool run(const std::atomic<bool>& stop);
   uint64_t progress() const;
+  uint64_t instructions() const;  // executed by its warps since start()
   [[noreturn]] void deadlock(const char* what) const;
 
   std::vector<std::unique_ptr<Block>>& blocks() { return blocks_; }

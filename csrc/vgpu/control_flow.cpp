@@ -9,9 +9,9 @@ namespace {
 constexpr uint32_t kNowhere = 0xffffffff;
 
 struct BasicBlock {
-  uint32_t first, last;                // instructions [first, last]
+  uint32_t first, last;                  // instructions [first, last]
   std::vector<uint32_t> next, previous;  // blocks
-  bool exits = false;                  // does nothing but exit
+  bool exits = false;                    // does nothing but exit
 };
 
 std::vector<BasicBlock> basic_blocks(const std::vector<Flow>& flow) {
@@ -30,7 +30,9 @@ std::vector<BasicBlock> basic_blocks(const std::vector<Flow>& flow) {
     blocks.back().last = i;
     block_of[i] = static_cast<uint32_t>(blocks.size()) - 1;
   }
-  const auto exits_at = [&](uint32_t i) { return flow[i].kind == Flow::Kind::exit && !flow[i].conditional; };
+  const auto exits_at = [&](uint32_t i) {
+    return flow[i].kind == Flow::Kind::exit && !flow[i].conditional;
+  };
   for (BasicBlock& b : blocks) b.exits = exits_at(b.first);
   for (size_t i = blocks.size(); i-- > 0;) {
     BasicBlock& b = blocks[i];

@@ -9,8 +9,8 @@ namespace tw::vgpu {
 struct Flow {
   enum class Kind : uint8_t { plain, branch, exit };
   Kind kind = Kind::plain;
-  bool conditional = false;           // may also fall through
-  std::vector<uint32_t> targets;      // of a branch
+  bool conditional = false;       // may also fall through
+  std::vector<uint32_t> targets;  // of a branch
 };
 
 // For each instruction that is a branch: the index of the instruction at which its sides meet (its

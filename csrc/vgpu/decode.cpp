@@ -19,9 +19,12 @@ using ptx::Type;
 
 std::string_view name_of(Class c) {
   static constexpr std::string_view kNames[] = {
-      "integer", "fp16", "fp32", "fp64", "conversion", "move", "predicate", "special_function", "control",
-      "shuffle", "vote", "barrier", "global_memory", "shared_memory", "local_memory", "constant_memory",
-      "atomic", "tensor", "async_copy", "fence", "other"};
+      "integer",       "fp16",          "fp32",         "fp64",
+      "conversion",    "move",          "predicate",    "special_function",
+      "control",       "shuffle",       "vote",         "barrier",
+      "global_memory", "shared_memory", "local_memory", "constant_memory",
+      "atomic",        "tensor",        "async_copy",   "fence",
+      "other"};
   return kNames[static_cast<size_t>(c)];
 }
 
@@ -38,7 +41,8 @@ static std::pair<DecodeFn, size_t> find_opcode(const ptx::Instruction& in) {
   for (size_t parts = in.parts.size(); parts > 0; --parts) {
     std::string prefix = in.parts[0];
     for (size_t i = 1; i < parts; ++i) prefix += "." + in.parts[i];
-    if (const auto found = opcodes().find(prefix); found != opcodes().end()) return {found->second, parts};
+    if (const auto found = opcodes().find(prefix); found != opcodes().end())
+      return {found->second, parts};
   }
   return {nullptr, 0};
 }
@@ -79,7 +83,9 @@ const GlobalVariable* ModuleMemory::find(std::string_view name) const {
 
 // ---- a kernel's decoding
 
-static uint32_t lane_bytes(int bits) { return bits == 1 ? 4 : static_cast<uint32_t>(bits) / 8 * 32; }
+static uint32_t lane_bytes(int bits) {
+  return bits == 1 ? 4 : static_cast<uint32_t>(bits) / 8 * 32;
+}
 
 struct Decoder {
   Decoder(std::shared_ptr<const ptx::Module> module, const ptx::Kernel& kernel,
@@ -110,7 +116,7 @@ struct Decoder {
   const ptx::Kernel& kernel;
   std::unique_ptr<Program> program;
   uint32_t top = 0;
-  std::vector<uint32_t> offsets;  // of ptx registers
+  std::vector<uint32_t> offsets;                         // of ptx registers
   std::map<std::pair<uint64_t, int>, size_t> constants;  // -> Program::constants
   std::map<std::pair<Special, int64_t>, size_t> specials;
   std::map<std::string, uint32_t, std::less<>> locals;
@@ -120,7 +126,9 @@ struct Decoder {
 
 Decoder::Decoder(std::shared_ptr<const ptx::Module> module, const ptx::Kernel& kernel,
                  std::shared_ptr<ModuleMemory> memory)
-    : kernel(kernel), program(std::make_unique<Program>()), offsets(kernel.registers.size(), kNone) {
+    : kernel(kernel),
+      program(std::make_unique<Program>()),
+      offsets(kernel.registers.size(), kNone) {
   program->name = kernel.name;
   program->target = module->target;
   program->module = std::move(module);
@@ -162,7 +170,8 @@ void Decoder::lay_out_variables() {
   for (const ptx::Variable& v : kernel.variables) add(v);
   program->static_shared_end = top_shared;
   for (const ptx::Variable* v : dynamic) {
-    program->dynamic_shared_align = std::max(program->dynamic_shared_align, static_cast<uint32_t>(v->align));
+    program->dynamic_shared_align =
+        std::max(program->dynamic_shared_align, static_cast<uint32_t>(v->align));
     program->shared.push_back({v->name, program->dynamic_shared_base(), 0});
   }
   program->local_bytes = (top_local + 15) / 16 * 16;
@@ -189,24 +198,46 @@ uint32_t Decoder::constant(uint64_t value, int bits) {
 
 static Special special_named(const std::string& name, bool* known) {
   static const std::map<std::string, Special> kNames = {
-      {"%tid.x", Special::tid_x}, {"%tid.y", Special::tid_y}, {"%tid.z", Special::tid_z},
-      {"%ntid.x", Special::ntid_x}, {"%ntid.y", Special::ntid_y}, {"%ntid.z", Special::ntid_z},
-      {"%ctaid.x", Special::ctaid_x}, {"%ctaid.y", Special::ctaid_y}, {"%ctaid.z", Special::ctaid_z},
-      {"%nctaid.x", Special::nctaid_x}, {"%nctaid.y", Special::nctaid_y}, {"%nctaid.z", Special::nctaid_z},
-      {"%laneid", Special::laneid}, {"%warpid", Special::warpid}, {"%nwarpid", Special::nwarpid},
-      {"%lanemask_eq", Special::lanemask_eq}, {"%lanemask_le", Special::lanemask_le},
-      {"%lanemask_lt", Special::lanemask_lt}, {"%lanemask_ge", Special::lanemask_ge},
+      {"%tid.x", Special::tid_x},
+      {"%tid.y", Special::tid_y},
+      {"%tid.z", Special::tid_z},
+      {"%ntid.x", Special::ntid_x},
+      {"%ntid.y", Special::ntid_y},
+      {"%ntid.z", Special::ntid_z},
+      {"%ctaid.x", Special::ctaid_x},
+      {"%ctaid.y", Special::ctaid_y},
+      {"%ctaid.z", Special::ctaid_z},
+      {"%nctaid.x", Special::nctaid_x},
+      {"%nctaid.y", Special::nctaid_y},
+      {"%nctaid.z", Special::nctaid_z},
+      {"%laneid", Special::laneid},
+      {"%warpid", Special::warpid},
+      {"%nwarpid", Special::nwarpid},
+      {"%lanemask_eq", Special::lanemask_eq},
+      {"%lanemask_le", Special::lanemask_le},
+      {"%lanemask_lt", Special::lanemask_lt},
+      {"%lanemask_ge", Special::lanemask_ge},
       {"%lanemask_gt", Special::lanemask_gt},
-      {"%clusterid.x", Special::clusterid_x}, {"%clusterid.y", Special::clusterid_y},
-      {"%clusterid.z", Special::clusterid_z}, {"%nclusterid.x", Special::nclusterid_x},
-      {"%nclusterid.y", Special::nclusterid_y}, {"%nclusterid.z", Special::nclusterid_z},
-      {"%cluster_ctaid.x", Special::cluster_ctaid_x}, {"%cluster_ctaid.y", Special::cluster_ctaid_y},
-      {"%cluster_ctaid.z", Special::cluster_ctaid_z}, {"%cluster_nctaid.x", Special::cluster_nctaid_x},
-      {"%cluster_nctaid.y", Special::cluster_nctaid_y}, {"%cluster_nctaid.z", Special::cluster_nctaid_z},
-      {"%cluster_ctarank", Special::cluster_ctarank}, {"%cluster_nctarank", Special::cluster_nctarank},
+      {"%clusterid.x", Special::clusterid_x},
+      {"%clusterid.y", Special::clusterid_y},
+      {"%clusterid.z", Special::clusterid_z},
+      {"%nclusterid.x", Special::nclusterid_x},
+      {"%nclusterid.y", Special::nclusterid_y},
+      {"%nclusterid.z", Special::nclusterid_z},
+      {"%cluster_ctaid.x", Special::cluster_ctaid_x},
+      {"%cluster_ctaid.y", Special::cluster_ctaid_y},
+      {"%cluster_ctaid.z", Special::cluster_ctaid_z},
+      {"%cluster_nctaid.x", Special::cluster_nctaid_x},
+      {"%cluster_nctaid.y", Special::cluster_nctaid_y},
+      {"%cluster_nctaid.z", Special::cluster_nctaid_z},
+      {"%cluster_ctarank", Special::cluster_ctarank},
+      {"%cluster_nctarank", Special::cluster_nctarank},
       {"%is_explicit_cluster", Special::is_explicit_cluster},
-      {"%smid", Special::smid}, {"%nsmid", Special::nsmid}, {"%gridid", Special::gridid},
-      {"%dynamic_smem_size", Special::dynamic_smem_size}, {"%total_smem_size", Special::total_smem_size},
+      {"%smid", Special::smid},
+      {"%nsmid", Special::nsmid},
+      {"%gridid", Special::gridid},
+      {"%dynamic_smem_size", Special::dynamic_smem_size},
+      {"%total_smem_size", Special::total_smem_size},
       {"%aggr_smem_size", Special::total_smem_size},
   };  // fmt: skip
   const auto found = kNames.find(name);
@@ -218,9 +249,12 @@ uint32_t Decoder::special(const ptx::Instruction& in, const std::string& name, i
   bool known = false;
   const Special which = special_named(name, &known);
   const int own = which == Special::is_explicit_cluster ? 1 : 32;
-  if (!known) throw UnsupportedError(kernel.name, in.line, "special register " + name + " is not supported: " + in.text);
+  if (!known)
+    throw UnsupportedError(kernel.name, in.line,
+                           "special register " + name + " is not supported: " + in.text);
   if (bits != own)
-    throw UnsupportedError(kernel.name, in.line, name + " has " + std::to_string(own) + " bits: " + in.text);
+    throw UnsupportedError(kernel.name, in.line,
+                           name + " has " + std::to_string(own) + " bits: " + in.text);
   const auto [found, added] = specials.try_emplace({which, 0}, program->specials.size());
   if (added) program->specials.push_back({which, allocate(own), 0});
   return program->specials[found->second].offset;
@@ -232,13 +266,18 @@ uint32_t Decoder::symbol(const ptx::Instruction& in, const Operand& o, int bits)
   if (const auto found = locals.find(o.name); found != locals.end())
     return constant(static_cast<uint64_t>(found->second + o.offset), bits);
   if (const GlobalVariable* v = program->memory->find(o.name)) {
-    if (bits != 64) throw UnsupportedError(kernel.name, in.line, "the address of " + o.name + " has 64 bits: " + in.text);
+    if (bits != 64)
+      throw UnsupportedError(kernel.name, in.line,
+                             "the address of " + o.name + " has 64 bits: " + in.text);
     return constant(reinterpret_cast<uint64_t>(v->data) + static_cast<uint64_t>(o.offset), 64);
   }
   if (const ptx::Parameter* p = parameter(o.name)) {
-    if (bits != 64) throw UnsupportedError(kernel.name, in.line, "the address of " + o.name + " has 64 bits: " + in.text);
+    if (bits != 64)
+      throw UnsupportedError(kernel.name, in.line,
+                             "the address of " + o.name + " has 64 bits: " + in.text);
     const int64_t at = static_cast<int64_t>(p->offset) + o.offset;
-    const auto [found, added] = specials.try_emplace({Special::parameters, at}, program->specials.size());
+    const auto [found, added] =
+        specials.try_emplace({Special::parameters, at}, program->specials.size());
     if (added) program->specials.push_back({Special::parameters, allocate(64), at});
     return program->specials[found->second].offset;
   }
@@ -249,16 +288,20 @@ static Flow flow_of(const ptx::Kernel& kernel, const ptx::Instruction& in) {
   Flow f;
   f.conditional = in.guard != ptx::kNoRegister;
   const std::string& op = in.parts[0];
-  const auto fail = [&](const std::string& what) { throw UnsupportedError(kernel.name, in.line, what + ": " + in.text); };
+  const auto fail = [&](const std::string& what) {
+    throw UnsupportedError(kernel.name, in.line, what + ": " + in.text);
+  };
   if (op == "ret" || op == "exit" || op == "trap") {
     f.kind = Flow::Kind::exit;
   } else if (op == "bra") {
     f.kind = Flow::Kind::branch;
-    if (in.operands.size() != 1 || in.operands[0].kind != Operand::Kind::label) fail("label is not defined");
+    if (in.operands.size() != 1 || in.operands[0].kind != Operand::Kind::label)
+      fail("label is not defined");
     f.targets.push_back(in.operands[0].reg);
   } else if (op == "brx") {
     f.kind = Flow::Kind::branch;
-    if (in.operands.size() != 2 || in.operands[1].kind != Operand::Kind::symbol) fail("brx.idx needs a target list");
+    if (in.operands.size() != 2 || in.operands[1].kind != Operand::Kind::symbol)
+      fail("brx.idx needs a target list");
     const auto list = kernel.target_lists.find(in.operands[1].name);
     if (list == kernel.target_lists.end()) fail("target list is not defined");
     f.targets = list->second;
@@ -317,8 +360,8 @@ std::unique_ptr<Program> Decoder::run() {
   return std::move(program);
 }
 
-std::unique_ptr<Program> decode(std::shared_ptr<const ptx::Module> module, const ptx::Kernel& kernel,
-                                std::shared_ptr<ModuleMemory> memory) {
+std::unique_ptr<Program> decode(std::shared_ptr<const ptx::Module> module,
+                                const ptx::Kernel& kernel, std::shared_ptr<ModuleMemory> memory) {
   return Decoder(std::move(module), kernel, std::move(memory)).run();
 }
 
@@ -394,10 +437,15 @@ uint32_t Decode::source(const Operand& o, int bits) {
       return decoder_.register_offset(o.reg);
     }
     case Operand::Kind::integer:
-    case Operand::Kind::real: return constant(immediate_bits(o, bits), bits);
-    case Operand::Kind::special: return decoder_.special(in, o.name, bits);
-    case Operand::Kind::symbol: return decoder_.symbol(in, o, bits);
-    default: fail("malformed operand"); return kNone;
+    case Operand::Kind::real:
+      return constant(immediate_bits(o, bits), bits);
+    case Operand::Kind::special:
+      return decoder_.special(in, o.name, bits);
+    case Operand::Kind::symbol:
+      return decoder_.symbol(in, o, bits);
+    default:
+      fail("malformed operand");
+      return kNone;
   }
 }
 
@@ -405,10 +453,12 @@ uint32_t Decode::source(const Operand& o, int bits) {
 uint64_t Decode::immediate_bits(const Operand& o, int bits) const {
   if (o.kind == Operand::Kind::integer) return o.bits;
   if (bits == 64)
-    return o.single ? std::bit_cast<uint64_t>(static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(o.bits))))
+    return o.single ? std::bit_cast<uint64_t>(
+                          static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(o.bits))))
                     : o.bits;
   if (bits == 32)
-    return o.single ? o.bits : std::bit_cast<uint32_t>(static_cast<float>(std::bit_cast<double>(o.bits)));
+    return o.single ? o.bits
+                    : std::bit_cast<uint32_t>(static_cast<float>(std::bit_cast<double>(o.bits)));
   fail("a floating-point constant of " + std::to_string(bits) + " bits");
   return 0;
 }
@@ -448,6 +498,8 @@ uint32_t Decode::branch_targets() const {
   const size_t index = static_cast<size_t>(&out - decoder_.program->code.data());
   return static_cast<uint32_t>(decoder_.flow[index].targets.size());
 }
+
+uint64_t Decode::parameter_bytes() const { return decoder_.kernel.parameter_bytes; }
 
 void Decode::keep(const Operand&) {}  // every register has storage of its own
 

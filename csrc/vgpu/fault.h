@@ -31,13 +31,13 @@ struct LaunchError : std::runtime_error {
 // The program did something wrong while it ran.
 struct Fault : std::runtime_error {
   enum class Kind : uint8_t {
-    memory,      // out of bounds, misaligned, wrong space        -> MemoryFault
-    race,        // shared- or global-memory data race            -> RaceError
+    memory,         // out of bounds, misaligned, wrong space        -> MemoryFault
+    race,           // shared- or global-memory data race            -> RaceError
     uninitialised,  // read of shared memory nobody wrote         -> UninitialisedError
-    asynchronous,  // data of an unfinished asynchronous operation touched -> AsyncError
-    barrier,     // mismatched or divergent barrier               -> BarrierError
-    deadlock,    // nobody can go on                              -> DeadlockError
-    trap,        // trap, assert, device-side call that failed    -> TrapError
+    asynchronous,   // data of an unfinished asynchronous operation touched -> AsyncError
+    barrier,        // mismatched or divergent barrier               -> BarrierError
+    deadlock,       // nobody can go on                              -> DeadlockError
+    trap,           // trap, assert, device-side call that failed    -> TrapError
   };
   Fault(Kind kind, const std::string& message) : std::runtime_error(message), kind(kind) {}
 

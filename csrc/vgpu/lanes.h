@@ -84,8 +84,10 @@ struct Lanewise<F, D (L::*)(S...) const> {
 
 template<auto F>
 Status lanewise(Warp& w, const Instr& in) {
-  Lanewise<F>::run(w, in, std::make_index_sequence<[]<class L, class D, class... S>(
-                              D (L::*)(S...) const) { return sizeof...(S); }(&decltype(F)::operator())>{});
+  Lanewise<F>::run(w, in,
+                   std::make_index_sequence<[]<class L, class D, class... S>(D (L::*)(S...) const) {
+                     return sizeof...(S);
+                   }(&decltype(F)::operator())>{});
   return Status::next;
 }
 
@@ -101,7 +103,8 @@ inline void set_address(Instr& out, int at, const Decode::Address& a) {
   out.detail |= a.wide ? kWideAddress : 0;
 }
 // Shared and local addresses have 32 bits, also if they come in a 64-bit register.
-inline void load_addresses(const Warp& w, const Instr& in, int at, ptx::Space space, uint64_t* address) {
+inline void load_addresses(const Warp& w, const Instr& in, int at, ptx::Space space,
+                           uint64_t* address) {
   const auto offset = static_cast<uint64_t>(in.imm);
   if (in.op[at] == kNone) {
     for (int l = 0; l < kLanes; ++l) address[l] = offset;

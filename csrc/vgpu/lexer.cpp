@@ -95,9 +95,9 @@ Token Lexer::number() {
   token.line = line_;
   const size_t first = at_;
   const auto fail = [&](const char* what) {
-    throw SyntaxError(line_, std::string(what) + " '" +
-                                 std::string(text_.substr(first, std::min<size_t>(at_ - first + 1, 40))) +
-                                 "'");
+    throw SyntaxError(
+        line_, std::string(what) + " '" +
+                   std::string(text_.substr(first, std::min<size_t>(at_ - first + 1, 40))) + "'");
   };
   const char kind = peek() == '0' ? static_cast<char>(std::tolower(peek(1))) : 0;
   if (kind == 'f' || kind == 'd') {

@@ -9,10 +9,10 @@ namespace tw::vgpu::ptx {
 struct Token {
   enum class Kind : uint8_t { word, integer, real, string, punctuation, end };
   Kind kind = Kind::end;
-  std::string_view text;     // of a string: without the quotes
-  int line = 1;              // 1-based
-  uint64_t bits = 0;         // integer: the value; real: the bits of a float or a double
-  bool single = false;       // real: `bits` are those of a float (0f literals)
+  std::string_view text;  // of a string: without the quotes
+  int line = 1;           // 1-based
+  uint64_t bits = 0;      // integer: the value; real: the bits of a float or a double
+  bool single = false;    // real: `bits` are those of a float (0f literals)
   bool is(char c) const { return kind == Kind::punctuation && text[0] == c; }
   bool is(std::string_view word) const { return kind == Kind::word && text == word; }
 };

@@ -46,12 +46,13 @@ static const char* verb(Intent intent) {
 [[noreturn]] static void bad_global(Warp& w, const Instr& in, Intent intent, uint64_t bytes,
                                     uint64_t address, int lane) {
   const GlobalMap& map = w.block().launch().memory;
-  std::string text = std::string("global memory: ") + verb(intent) + " of " + std::to_string(bytes) +
-                     " bytes at " + hex(address);
+  std::string text = std::string("global memory: ") + verb(intent) + " of " +
+                     std::to_string(bytes) + " bytes at " + hex(address);
   const Allocation* below = map.below(address);
   if (address < 4096) {
     text += ": a null pointer";
-  } else if (below && below->holds(address, 1) && below->read_only && below->holds(address, bytes)) {
+  } else if (below && below->holds(address, 1) && below->read_only &&
+             below->holds(address, bytes)) {
     text += ": this memory is read-only";
   } else if (below && address < below->address + below->bytes) {
     text += " runs past the end of an allocation of " + std::to_string(below->bytes) + " bytes";
@@ -78,37 +79,38 @@ static const char* verb(Intent intent) {
 [[noreturn]] static void misaligned(Warp& w, const Instr& in, const char* space, Intent intent,
                                     uint64_t bytes, uint64_t align, uint64_t address, int lane) {
   w.fault(Fault::Kind::memory, in, lane,
-          std::string(space) + " memory: misaligned " + verb(intent) + " of " + std::to_string(bytes) +
-              " bytes at " + hex(address) + ", which is not a multiple of " + std::to_string(align),
+          std::string(space) + " memory: misaligned " + verb(intent) + " of " +
+              std::to_string(bytes) + " bytes at " + hex(address) +
+              ", which is not a multiple of " + std::to_string(align),
           address);
 }
 
 // ---- one lane
 
-static uint8_t* shared_pointer(Warp& w, const Instr& in, Intent intent, uint64_t bytes, uint64_t address,
-                               int lane) {
+static uint8_t* shared_pointer(Warp& w, const Instr& in, Intent intent, uint64_t bytes,
+                               uint64_t address, int lane) {
   const auto offset = static_cast<uint32_t>(address & ((1u << kSharedRankShift) - 1));
   const auto rank = static_cast<uint32_t>(address >> kSharedRankShift);
   Block* owner = &w.block();
   if (rank) {
     if (rank - 1 >= owner->cluster().size())
       w.fault(Fault::Kind::memory, in, lane,
-              std::string("shared memory: ") + verb(intent) + " at " + hex(address) + ": the cluster has " +
-                  std::to_string(owner->cluster().size()) + " block(s)",
+              std::string("shared memory: ") + verb(intent) + " at " + hex(address) +
+                  ": the cluster has " + std::to_string(owner->cluster().size()) + " block(s)",
               address);
     owner = &owner->cluster().block(rank - 1);
   }
   if (offset < kSharedBase || offset > owner->shared_end() || bytes > owner->shared_end() - offset)
     w.fault(Fault::Kind::memory, in, lane,
-            std::string("shared memory: ") + verb(intent) + " of " + std::to_string(bytes) + " bytes at " +
-                hex(address) + " is out of bounds: the block has [" + hex(kSharedBase) + ", " +
-                hex(owner->shared_end()) + ")",
+            std::string("shared memory: ") + verb(intent) + " of " + std::to_string(bytes) +
+                " bytes at " + hex(address) + " is out of bounds: the block has [" +
+                hex(kSharedBase) + ", " + hex(owner->shared_end()) + ")",
             address);
   return owner->shared() + offset;
 }
 
-static uint8_t* local_pointer(Warp& w, const Instr& in, Intent intent, uint64_t bytes, uint64_t address,
-                              int lane) {
+static uint8_t* local_pointer(Warp& w, const Instr& in, Intent intent, uint64_t bytes,
+                              uint64_t address, int lane) {
   const uint64_t size = w.program().local_bytes;
   if (address > size || bytes > size - address)
     w.fault(Fault::Kind::memory, in, lane,
@@ -119,10 +121,11 @@ static uint8_t* local_pointer(Warp& w, const Instr& in, Intent intent, uint64_t 
   return w.local_memory(lane) + address;
 }
 
-static uint8_t* global_pointer(Warp& w, const Instr& in, Intent intent, uint64_t bytes, uint64_t address,
-                               int lane) {
+static uint8_t* global_pointer(Warp& w, const Instr& in, Intent intent, uint64_t bytes,
+                               uint64_t address, int lane) {
   const Allocation* a = w.block().launch().memory.find(address, bytes);
-  if (!a || (a->read_only && intent != Intent::load)) bad_global(w, in, intent, bytes, address, lane);
+  if (!a || (a->read_only && intent != Intent::load))
+    bad_global(w, in, intent, bytes, address, lane);
   return reinterpret_cast<uint8_t*>(address);
 }
 
@@ -137,7 +140,9 @@ void resolve(Warp& w, const Instr& in, ptx::Space space, Intent intent, uint32_t
     bits |= on ? address[l] : 0;
   }
   if (bits & (bytes - 1)) [[unlikely]] {
-    const char* name = space == Space::shared ? "shared" : space == Space::local ? "local" : "global";
+    const char* name = space == Space::shared  ? "shared"
+                       : space == Space::local ? "local"
+                                               : "global";
     for (int l = 0; l < kLanes; ++l)
       if (w.exec >> l & 1 && address[l] & (bytes - 1))
         misaligned(w, in, name, intent, bytes, bytes, address[l], l);
@@ -174,12 +179,41 @@ void resolve(Warp& w, const Instr& in, ptx::Space space, Intent intent, uint32_t
   }
 }
 
+void observe(Warp& w, const Instr& in, ptx::Space space, Access access, const uint64_t* address,
+             uint8_t* const* host) {
+  using ptx::Space;
+  Observer* const observer = w.block().observer();
+  if (!observer) return;
+  access.bytes = in.bytes;
+  access.host = host;
+  uint64_t generic[kLanes] = {};
+  uint32_t in_space[8] = {};
+  for (int l = 0; l < kLanes; ++l) {
+    if (!(w.exec >> l & 1)) continue;
+    generic[l] = address[l] | (space == Space::shared  ? kSharedWindow
+                               : space == Space::local ? kLocalWindow
+                                                       : 0);
+    const Space real = in_shared_window(generic[l])  ? Space::shared
+                       : in_local_window(generic[l]) ? Space::local
+                                                     : Space::global;
+    in_space[static_cast<size_t>(real)] |= uint32_t{1} << l;
+  }
+  access.address = generic;
+  for (size_t s = 0; s < 8; ++s) {
+    if (!in_space[s]) continue;
+    access.space = static_cast<Space>(s);
+    access.lanes = in_space[s];
+    observer->access(w, in, access);
+  }
+}
+
 uint8_t* resolve_range(Warp& w, const Instr& in, ptx::Space space, Intent intent, uint64_t bytes,
                        uint64_t align, uint64_t address) {
   using ptx::Space;
   const int lane = w.exec ? std::countr_zero(w.exec) : 0;
   if (address & (align - 1))
-    misaligned(w, in, space == Space::shared ? "shared" : "global", intent, bytes, align, address, lane);
+    misaligned(w, in, space == Space::shared ? "shared" : "global", intent, bytes, align, address,
+               lane);
   if (space == Space::shared) return shared_pointer(w, in, intent, bytes, address, lane);
   if (space == Space::generic && in_shared_window(address))
     return shared_pointer(w, in, intent, bytes, static_cast<uint32_t>(address), lane);

@@ -21,7 +21,9 @@ constexpr bool in_local_window(uint64_t a) { return a >> 32 == kLocalWindow >> 3
 struct Allocation {
   uint64_t address = 0, bytes = 0;
   bool read_only = false;
-  bool holds(uint64_t a, uint64_t n) const { return a - address <= bytes && n <= bytes - (a - address); }
+  bool holds(uint64_t a, uint64_t n) const {
+    return a - address <= bytes && n <= bytes - (a - address);
+  }
 };
 
 // The ranges of one launch, sorted. Overlapping ones are merged.
@@ -41,15 +43,15 @@ class GlobalMap {
 
 // One memory instruction of a warp, as the observers see it.
 struct Access {
-  ptx::Space space;    // never generic
   bool load = false, store = false;  // both: an atomic
   bool relaxed = false;  // volatile, relaxed, acquire, release or atomic: no data race by itself
+  const uint8_t* value = nullptr;  // store: what is written, 32 bytes apart per lane; null: unknown
   bool async_proxy = false;
   uint32_t bytes = 0;  // per lane
   uint32_t lanes = 0;
-  const uint64_t* address = nullptr;   // [32]; generic, so `where` tells whose shared memory it is
-  uint8_t* const* host = nullptr;      // [32]; where the bytes lie
-  const uint8_t* value = nullptr;      // store: what is written, 16 bytes apart per lane; null: unknown
+  const uint64_t* address = nullptr;      // [32]; generic
+  uint8_t* const* host = nullptr;         // [32]; where the bytes lie
+  ptx::Space space = ptx::Space::global;  // never generic
 };
 
 enum class Intent : uint8_t { load, store, atomic };
@@ -60,6 +62,9 @@ enum class Intent : uint8_t { load, store, atomic };
 //   address   as the program computed it (32-bit shared and local addresses zero-extended)
 void resolve(Warp& w, const Instr& in, ptx::Space space, Intent intent, uint32_t bytes,
              const uint64_t* address, uint8_t** host);
+// Shows an access of w.exec to the block's observer, once for each space that the lanes' addresses are in.
+void observe(Warp& w, const Instr& in, ptx::Space space, Access access, const uint64_t* address,
+             uint8_t* const* host);
 // One address of the current thread block, for bulk operations: [address, address + bytes).
 uint8_t* resolve_range(Warp& w, const Instr& in, ptx::Space space, Intent intent, uint64_t bytes,
                        uint64_t align, uint64_t address);

@@ -15,7 +15,8 @@ class Observer {
   virtual ~Observer() = default;
   virtual void block_start(Block&) {}
   virtual void block_end(Block&) {}
-  // Before an instruction executes for `lanes` (again each time a waiting one is tried).
+  // Before an instruction executes for `lanes`: 0 if its guard is false everywhere; again each time a
+  // waiting one is tried.
   virtual void instruction(Warp&, const Instr&, uint32_t /*lanes*/) {}
   // Before the bytes are read or written.
   virtual void access(Warp&, const Instr&, const Access&) {}

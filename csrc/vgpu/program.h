@@ -60,9 +60,27 @@ using Explain = std::string (*)(Warp&, const Instr&);  // what a waiting instruc
 
 // For the counters; the groups a profiler shows.
 enum class Class : uint8_t {
-  integer, fp16, fp32, fp64, conversion, move, predicate, special_function, control, shuffle, vote,
-  barrier, global_memory, shared_memory, local_memory, constant_memory, atomic, tensor, async_copy,
-  fence, other,
+  integer,
+  fp16,
+  fp32,
+  fp64,
+  conversion,
+  move,
+  predicate,
+  special_function,
+  control,
+  shuffle,
+  vote,
+  barrier,
+  global_memory,
+  shared_memory,
+  local_memory,
+  constant_memory,
+  atomic,
+  tensor,
+  async_copy,
+  fence,
+  other,
 };  // fmt: skip
 std::string_view name_of(Class c);
 
@@ -72,21 +90,22 @@ constexpr uint32_t kAllOnes = 0xffffffff;  // flips a predicate
 struct Instr {
   enum Flag : uint8_t {
     kConverge = 1,  // all live lanes execute it together (.aligned): others are waited for
-    kMembers = 2,   // the lanes named by the 32-bit register op[kMembersOperand] do (.sync with mask)
-    kPolls = 4,     // may be the body of a spin loop: atomics, volatile and acquire loads, test_wait
-    kBranch = 8,    // runs even if no lane takes it
+    kMembers =
+        2,        // the lanes named by the 32-bit register op[kMembersOperand] do (.sync with mask)
+    kPolls = 4,   // may be the body of a spin loop: atomics, volatile and acquire loads, test_wait
+    kBranch = 8,  // runs even if no lane takes it
   };
   Handler run = nullptr;
   int64_t imm = 0;
   uint32_t op[7] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone};
-  uint32_t pool = 0;         // index into Program::pool
-  uint32_t guard = kNone;    // offset of a predicate
-  uint32_t guard_flip = 0;   // ~0u for @!p
+  uint32_t pool = 0;        // index into Program::pool
+  uint32_t guard = kNone;   // offset of a predicate
+  uint32_t guard_flip = 0;  // ~0u for @!p
   uint8_t flags = 0;
   Class kind = Class::other;
-  uint8_t bytes = 0;         // of memory per lane, where it applies
-  uint8_t detail = 0;        // free for the handler
-  uint32_t join = kNone;     // branches: where the two sides meet again (pc)
+  uint8_t bytes = 0;      // of memory per lane, where it applies
+  uint8_t detail = 0;     // free for the handler
+  uint32_t join = kNone;  // branches: where the two sides meet again (pc)
 };
 constexpr int kMembersOperand = 6;
 
@@ -94,12 +113,47 @@ constexpr int kMembersOperand = 6;
 
 // Registers that a block fills when it starts.
 enum class Special : uint8_t {
-  tid_x, tid_y, tid_z, ntid_x, ntid_y, ntid_z, ctaid_x, ctaid_y, ctaid_z, nctaid_x, nctaid_y, nctaid_z,
-  laneid, warpid, nwarpid, lanemask_eq, lanemask_le, lanemask_lt, lanemask_ge, lanemask_gt,
-  clusterid_x, clusterid_y, clusterid_z, nclusterid_x, nclusterid_y, nclusterid_z,
-  cluster_ctaid_x, cluster_ctaid_y, cluster_ctaid_z, cluster_nctaid_x, cluster_nctaid_y, cluster_nctaid_z,
-  cluster_ctarank, cluster_nctarank, is_explicit_cluster, smid, nsmid, gridid,
-  dynamic_smem_size, total_smem_size, zero,
+  tid_x,
+  tid_y,
+  tid_z,
+  ntid_x,
+  ntid_y,
+  ntid_z,
+  ctaid_x,
+  ctaid_y,
+  ctaid_z,
+  nctaid_x,
+  nctaid_y,
+  nctaid_z,
+  laneid,
+  warpid,
+  nwarpid,
+  lanemask_eq,
+  lanemask_le,
+  lanemask_lt,
+  lanemask_ge,
+  lanemask_gt,
+  clusterid_x,
+  clusterid_y,
+  clusterid_z,
+  nclusterid_x,
+  nclusterid_y,
+  nclusterid_z,
+  cluster_ctaid_x,
+  cluster_ctaid_y,
+  cluster_ctaid_z,
+  cluster_nctaid_x,
+  cluster_nctaid_y,
+  cluster_nctaid_z,
+  cluster_ctarank,
+  cluster_nctarank,
+  is_explicit_cluster,
+  smid,
+  nsmid,
+  gridid,
+  dynamic_smem_size,
+  total_smem_size,
+  zero,
   parameters,  // 64 bits: address of the parameter buffer, plus `value`
 };  // fmt: skip
 struct SpecialRegister {
@@ -138,7 +192,7 @@ constexpr uint32_t kSharedBase = 1024;
 
 struct Program {
   std::string name;
-  std::string target;  // "sm_90a"
+  std::string target;       // "sm_90a"
   std::vector<Instr> code;  // ends with an exit
   std::vector<uint32_t> pool;
   uint32_t register_bytes = 0;  // of a warp
@@ -169,8 +223,8 @@ struct Program {
 };
 
 // Throws UnsupportedError.
-std::unique_ptr<Program> decode(std::shared_ptr<const ptx::Module> module, const ptx::Kernel& kernel,
-                                std::shared_ptr<ModuleMemory> memory);
+std::unique_ptr<Program> decode(std::shared_ptr<const ptx::Module> module,
+                                const ptx::Kernel& kernel, std::shared_ptr<ModuleMemory> memory);
 
 // ---- decoding one instruction
 
@@ -203,7 +257,7 @@ class Decode {
   // !%p gives the flip, ~0u; else 0.
   std::pair<uint32_t, uint32_t> predicate(const ptx::Operand& o);
   uint32_t constant(uint64_t value, int bits);
-  uint32_t scratch(int bits);                  // a register of its own for this instruction
+  uint32_t scratch(int bits);                      // a register of its own for this instruction
   int register_bits(const ptx::Operand& o) const;  // 0 if it is none
   bool is_predicate(const ptx::Operand& o) const;
   uint64_t immediate(const ptx::Operand& o) const;  // or fails
@@ -218,6 +272,8 @@ class Decode {
     bool parameter = false;  // names a kernel parameter: `offset` is in the parameter buffer
   };
   Address address(const ptx::Operand& o, ptx::Space space);
+
+  uint64_t parameter_bytes() const;
 
   // brx.idx: how many targets. The core puts their pcs into the pool; those of `bra` into imm.
   uint32_t branch_targets() const;
@@ -238,7 +294,7 @@ class Decode {
 
   Decoder& decoder() { return decoder_; }
   [[noreturn]] bool fail(const std::string& what) const;  // bool: for `cond || d.fail("...")`
-  void finish();  // every modifier taken?
+  void finish();                                          // every modifier taken?
 
  private:
   friend struct Decoder;

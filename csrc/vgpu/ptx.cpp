@@ -18,13 +18,13 @@ struct TypeRow {
   int bits;
 };
 static constexpr TypeRow kTypes[] = {
-    {Type::pred, "pred", 1},     {Type::b8, "b8", 8},      {Type::b16, "b16", 16},
-    {Type::b32, "b32", 32},      {Type::b64, "b64", 64},   {Type::b128, "b128", 128},
-    {Type::u8, "u8", 8},         {Type::u16, "u16", 16},   {Type::u32, "u32", 32},
-    {Type::u64, "u64", 64},      {Type::s8, "s8", 8},      {Type::s16, "s16", 16},
-    {Type::s32, "s32", 32},      {Type::s64, "s64", 64},   {Type::f16, "f16", 16},
-    {Type::f16x2, "f16x2", 32},  {Type::bf16, "bf16", 16}, {Type::bf16x2, "bf16x2", 32},
-    {Type::tf32, "tf32", 32},    {Type::f32, "f32", 32},   {Type::f64, "f64", 64},
+    {Type::pred, "pred", 1},    {Type::b8, "b8", 8},      {Type::b16, "b16", 16},
+    {Type::b32, "b32", 32},     {Type::b64, "b64", 64},   {Type::b128, "b128", 128},
+    {Type::u8, "u8", 8},        {Type::u16, "u16", 16},   {Type::u32, "u32", 32},
+    {Type::u64, "u64", 64},     {Type::s8, "s8", 8},      {Type::s16, "s16", 16},
+    {Type::s32, "s32", 32},     {Type::s64, "s64", 64},   {Type::f16, "f16", 16},
+    {Type::f16x2, "f16x2", 32}, {Type::bf16, "bf16", 16}, {Type::bf16x2, "bf16x2", 32},
+    {Type::tf32, "tf32", 32},   {Type::f32, "f32", 32},   {Type::f64, "f64", 64},
 };
 
 std::optional<Type> type_named(std::string_view name) {
@@ -62,8 +62,9 @@ class Parser {
   struct Scope {
     int parent = -1;
     std::map<std::string, uint32_t, std::less<>> registers;  // name -> Kernel::registers
-    std::map<std::string, std::pair<uint64_t, Type>, std::less<>> families;  // "%r" -> (count, type)
-    std::map<std::string, uint32_t, std::less<>> labels;  // name -> instruction
+    std::map<std::string, std::pair<uint64_t, Type>, std::less<>>
+        families;                                               // "%r" -> (count, type)
+    std::map<std::string, uint32_t, std::less<>> labels;        // name -> instruction
     std::map<std::string, std::string, std::less<>> variables;  // name -> unique name
   };
 
@@ -123,7 +124,7 @@ class Parser {
   int scope_ = -1;
   int nesting_ = 0;
   Location location_;
-  std::vector<int> scope_of_;  // of each instruction
+  std::vector<int> scope_of_;                              // of each instruction
   std::vector<std::pair<Instruction, int>> target_lists_;  // .branchtargets, with their scopes
 };
 
@@ -265,7 +266,9 @@ void Parser::launch_bounds() {
   }
 }
 
-static uint64_t round_up(uint64_t value, uint64_t align) { return (value + align - 1) / align * align; }
+static uint64_t round_up(uint64_t value, uint64_t align) {
+  return (value + align - 1) / align * align;
+}
 
 // (.param .u64 .ptr .global .align 1 name, .param .align 8 .b8 name[128])
 void Parser::parameters(std::vector<Parameter>* out, uint64_t* bytes) {
@@ -381,7 +384,8 @@ Variable Parser::variable(Space space, bool external) {
   if (accept('=')) {
     initial_value(v, type);
     if (open) v.bytes = v.initial.size();
-    if (v.initial.size() > v.bytes) fail("variable " + v.name + ": more initial values than elements");
+    if (v.initial.size() > v.bytes)
+      fail("variable " + v.name + ": more initial values than elements");
   }
   while (accept(',')) fail("one variable per declaration, please");
   expect(';');
@@ -415,14 +419,17 @@ void Parser::initial_value(Variable& v, Type type) {
     v.relocations.push_back({v.initial.size(), symbol, addend});
   } else if (value.kind == Operand::Kind::integer) {
     bits = value.bits;
-    if (type == Type::f32) bits = std::bit_cast<uint32_t>(static_cast<float>(static_cast<int64_t>(bits)));
-    if (type == Type::f64) bits = std::bit_cast<uint64_t>(static_cast<double>(static_cast<int64_t>(bits)));
+    if (type == Type::f32)
+      bits = std::bit_cast<uint32_t>(static_cast<float>(static_cast<int64_t>(bits)));
+    if (type == Type::f64)
+      bits = std::bit_cast<uint64_t>(static_cast<double>(static_cast<int64_t>(bits)));
   } else if (value.kind == Operand::Kind::real) {
     bits = value.bits;
     if (unit == 4 && !value.single)
       bits = std::bit_cast<uint32_t>(static_cast<float>(std::bit_cast<double>(bits)));
     if (unit == 8 && value.single)
-      bits = std::bit_cast<uint64_t>(static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(bits))));
+      bits = std::bit_cast<uint64_t>(
+          static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(bits))));
   } else {
     fail("initial value is not a constant");
   }
@@ -519,7 +526,8 @@ std::optional<uint32_t> Parser::find_register(std::string_view text) {
   size_t digits = text.size();
   while (digits > 0 && text[digits - 1] >= '0' && text[digits - 1] <= '9') --digits;
   const std::string_view family = text.substr(0, digits), number = text.substr(digits);
-  const bool canonical = !number.empty() && number.size() <= 9 && (number[0] != '0' || number == "0");
+  const bool canonical =
+      !number.empty() && number.size() <= 9 && (number[0] != '0' || number == "0");
   for (int s = scope_; s >= 0; s = scopes_[static_cast<size_t>(s)].parent) {
     Scope& here = scopes_[static_cast<size_t>(s)];
     if (const auto found = here.registers.find(text); found != here.registers.end())

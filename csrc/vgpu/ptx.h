@@ -17,11 +17,28 @@ enum class Space : uint8_t { generic, reg, param, local, shared, global, constan
 
 // Types of registers, variables, parameters and of most instruction suffixes.
 enum class Type : uint8_t {
-  none, pred,
-  b8, b16, b32, b64, b128,
-  u8, u16, u32, u64,
-  s8, s16, s32, s64,
-  f16, f16x2, bf16, bf16x2, tf32, f32, f64,
+  none,
+  pred,
+  b8,
+  b16,
+  b32,
+  b64,
+  b128,
+  u8,
+  u16,
+  u32,
+  u64,
+  s8,
+  s16,
+  s32,
+  s64,
+  f16,
+  f16x2,
+  bf16,
+  bf16x2,
+  tf32,
+  f32,
+  f64,
 };  // fmt: skip
 
 int bits_of(Type type);  // pred: 1
@@ -65,7 +82,7 @@ struct Instruction {
   std::string opcode;              // "ld.global.v4.f32"
   std::vector<std::string> parts;  // {"ld", "global", "v4", "f32"}; "::" does not split
   std::string text;                // as written, blanks collapsed
-  uint32_t guard = kNoRegister;             // @%p
+  uint32_t guard = kNoRegister;    // @%p
   bool guard_negated = false;
   std::vector<Operand> operands;
   int line = 0;       // of the PTX text
@@ -89,7 +106,7 @@ struct Variable {
   Space space = Space::generic;
   Type type = Type::none;
   uint64_t align = 1;
-  uint64_t bytes = 0;     // 0: `extern`, sized by the launch
+  uint64_t bytes = 0;  // 0: `extern`, sized by the launch
   bool external = false;
   std::vector<uint8_t> initial;  // shorter than `bytes`: the rest is zero
   std::vector<Relocation> relocations;
@@ -101,7 +118,7 @@ struct Parameter {
   Type type = Type::none;
   uint64_t align = 1;
   uint64_t bytes = 0;
-  uint64_t offset = 0;   // in the parameter buffer
+  uint64_t offset = 0;     // in the parameter buffer
   bool aggregate = false;  // declared as an array: a struct passed by value
 };
 
@@ -109,23 +126,23 @@ struct Kernel {
   std::string name;
   std::vector<Parameter> parameters;
   uint64_t parameter_bytes = 0;
-  std::vector<Register> registers;   // those that are used
-  std::vector<Variable> variables;   // .shared, .local, .param inside the body
+  std::vector<Register> registers;  // those that are used
+  std::vector<Variable> variables;  // .shared, .local, .param inside the body
   std::vector<Instruction> instructions;
   std::map<std::string, std::vector<uint32_t>> target_lists;  // .branchtargets
-  uint32_t reqntid[3] = {0, 0, 0};    // 0: not given
+  uint32_t reqntid[3] = {0, 0, 0};                            // 0: not given
   uint32_t maxntid[3] = {0, 0, 0};
-  uint32_t cluster[3] = {0, 0, 0};    // .reqnctapercluster
+  uint32_t cluster[3] = {0, 0, 0};  // .reqnctapercluster
   int line = 0;
 };
 
 struct Module {
   std::string version;
-  std::string target;                 // "sm_90a"
+  std::string target;  // "sm_90a"
   std::map<int, std::string> files;
-  std::vector<Variable> variables;    // .global, .const, .shared at module level
+  std::vector<Variable> variables;  // .global, .const, .shared at module level
   std::vector<Kernel> kernels;
-  std::vector<std::string> functions; // device functions: declared, not executed
+  std::vector<std::string> functions;  // device functions: declared, not executed
 };
 
 // Throws SyntaxError; never crashes, whatever the text.

@@ -29,7 +29,8 @@ Status run_brx(Warp& w, const Instr& in) {
   for_lanes(w.exec, [&](int l) {
     if (index[l] >= count)
       w.fault(Fault::Kind::trap, in, l,
-              "brx.idx: index " + std::to_string(index[l]) + " of " + std::to_string(count) + " targets");
+              "brx.idx: index " + std::to_string(index[l]) + " of " + std::to_string(count) +
+                  " targets");
     targets[l] = w.pool(in)[index[l]];
   });
   w.branch_table(targets, in.join);
@@ -90,7 +91,8 @@ uint32_t uniform(Warp& w, const Instr& in, uint32_t offset, const char* what) {
   const uint32_t first = lanes[std::countr_zero(w.exec)];
   for_lanes(w.exec, [&](int l) {
     if (lanes[l] != first)
-      w.fault(Fault::Kind::barrier, in, l, std::string("the lanes of the warp give different ") + what);
+      w.fault(Fault::Kind::barrier, in, l,
+              std::string("the lanes of the warp give different ") + what);
   });
   return first;
 }
@@ -182,7 +184,9 @@ Status run_fence(Warp& w, const Instr& in) {
   return Status::next;
 }
 void decode_fence(Decode& d) {
-  for (const char* word : {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "gl", "sys"}) d.take(word);
+  for (const char* word :
+       {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "gl", "sys"})
+    d.take(word);
   d.run(run_fence, Class::fence);
 }
 const Opcode fence("fence", decode_fence);

@@ -14,7 +14,8 @@ void check_members(Warp& w, const Instr& in) {
   const uint32_t* members = w.lanes<uint32_t>(in.op[kMembersOperand]);
   for_lanes(w.exec, [&](int l) {
     if (!(members[l] >> l & 1)) [[unlikely]]
-      w.fault(Fault::Kind::barrier, in, l, "the lane is not in its own member mask " + hex(members[l]));
+      w.fault(Fault::Kind::barrier, in, l,
+              "the lane is not in its own member mask " + hex(members[l]));
   });
 }
 void take_members(Decode& d, size_t operand) {
@@ -223,11 +224,15 @@ Status run_redux(Warp& w, const Instr& in) {
 template<class T>
 void choose_redux(Decode& d) {
   if (d.take("add"))
-    d.run(run_redux<T, [](T a, T b) { return static_cast<T>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)); }>, Class::shuffle);
+    d.run(run_redux<T,
+                    [](T a, T b) {
+                      return static_cast<T>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+                    }>,
+          Class::shuffle);
   else if (d.take("min"))
     d.run(run_redux<T, [](T a, T b) { return a < b ? a : b; }>, Class::shuffle);
   else if (d.take("max"))
-    d.run(run_redux<T, [](T a, T b) { return a > b ? a : b; }>, Class::shuffle);
+    d.run(run_redux<T, [](T a, T b) { return b < a ? a : b; }>, Class::shuffle);
   else if (d.take("and"))
     d.run(run_redux<T, [](T a, T b) { return a & b; }>, Class::shuffle);
   else if (d.take("or"))

@@ -26,11 +26,20 @@ Warp::Warp(Block& block, uint32_t index)
   };
   for (const Constant& c : program_->constants) {
     switch (c.bits) {
-      case 1: mask(c.offset) = c.value ? kAllLanes : 0; break;
-      case 8: fill(c.offset, static_cast<uint8_t>(c.value)); break;
-      case 16: fill(c.offset, static_cast<uint16_t>(c.value)); break;
-      case 32: fill(c.offset, static_cast<uint32_t>(c.value)); break;
-      default: fill(c.offset, c.value);
+      case 1:
+        mask(c.offset) = c.value ? kAllLanes : 0;
+        break;
+      case 8:
+        fill(c.offset, static_cast<uint8_t>(c.value));
+        break;
+      case 16:
+        fill(c.offset, static_cast<uint16_t>(c.value));
+        break;
+      case 32:
+        fill(c.offset, static_cast<uint32_t>(c.value));
+        break;
+      default:
+        fill(c.offset, c.value);
     }
   }
 }
@@ -44,7 +53,8 @@ void Warp::start(uint32_t live_lanes) {
   load(0);
   // What nobody has written reads as poison, so that a use shows up in the results.
   std::memset(registers_, 0xcd, program_->plain_bytes);
-  if (program_->local_bytes) std::memset(local_, 0xcd, static_cast<size_t>(program_->local_bytes) * kLanes);
+  if (program_->local_bytes)
+    std::memset(local_, 0xcd, static_cast<size_t>(program_->local_bytes) * kLanes);
 }
 
 // ---- fragments and joins
@@ -193,10 +203,15 @@ Turn Warp::turn() {
     trips_ = std::max(trips_, kTripsPerTurn / 8);  // each fragment gets a share
     polls_ = std::max(polls_, kPollsPerTurn / 8);
     switch (run_fragment()) {
-      case Turn::progress: progress = true; break;
-      case Turn::spinning: spun = true; break;
+      case Turn::progress:
+        progress = true;
+        break;
+      case Turn::spinning:
+        spun = true;
+        break;
       case Turn::waiting:
-      case Turn::finished: break;
+      case Turn::finished:
+        break;
     }
   }
   if (fragments_.empty()) {
@@ -229,19 +244,23 @@ Turn Warp::run_fragment() {
     if (in.guard != kNone) {
       exec &= mask(in.guard) ^ in.guard_flip;
       if (!exec) {
+        ++executed;
+        if (observer) observer->instruction(*this, in, 0);
         ++pc;
-        if (gathered_) [[unlikely]] scatter(Status::next);
+        if (gathered_) [[unlikely]]
+          scatter(Status::next);
         continue;
       }
     }
-    if (observer) observer->instruction(*this, in, exec);
     ++executed;
+    if (observer) observer->instruction(*this, in, exec);
     const Status status = in.run(*this, in);
     if (ticketed_) [[unlikely]] {
       ticketed_ = false;
       if (status != Status::wait) fragments_[current_].ticket = 0;
     }
-    if (gathered_) [[unlikely]] scatter(status);
+    if (gathered_) [[unlikely]]
+      scatter(status);
     if (status == Status::next) [[likely]] {
       ++pc;
       continue;
@@ -252,7 +271,8 @@ Turn Warp::run_fragment() {
         remove(current_);
         return Turn::finished;
       }
-      if (trips_ > 0 && polls_ > 0) [[likely]] continue;
+      if (trips_ > 0 && polls_ > 0) [[likely]]
+        continue;
       f.pc = pc;
       f.had_turn = true;
       return polls_ > 0 ? Turn::progress : Turn::spinning;
@@ -326,7 +346,8 @@ void Warp::check_divergence() const {
   if (fragments_.size() == 1 && fragments_[0].mask == live) return;
   for (const Fragment& f : fragments_) {
     const Instr& in = program_->code[f.pc];
-    if (!f.waiting || !(in.flags & (Instr::kConverge | Instr::kMembers)) || f.mask == live) continue;
+    if (!f.waiting || !(in.flags & (Instr::kConverge | Instr::kMembers)) || f.mask == live)
+      continue;
     fault(Fault::Kind::barrier, in, std::countr_zero(f.mask),
           std::string("divergent: lanes ") + hex(f.mask) + " wait here for lanes " +
               hex(live & ~f.mask) + " of the warp, which are elsewhere:\n" + position());
@@ -345,8 +366,8 @@ std::string Warp::position() const {
   std::string text;
   const auto line = [&](uint32_t at, uint32_t lanes, const char* what) {
     const Program::Origin& o = program_->origins[at];
-    text += "  warp " + std::to_string(index_) + ", lanes " + hex(lanes) + ": " + what + " PTX line " +
-            std::to_string(o.line) + " '" + o.text + "'";
+    text += "  warp " + std::to_string(index_) + ", lanes " + hex(lanes) + ": " + what +
+            " PTX line " + std::to_string(o.line) + " '" + o.text + "'";
     if (o.location.line) text += " (source line " + std::to_string(o.location.line) + ")";
   };
   for (const Fragment& f : fragments_) {
@@ -370,7 +391,8 @@ std::string Warp::position() const {
   return text;
 }
 
-static Fault describe(const Warp& w, Fault::Kind kind, const Instr& in, int lane, const std::string& what) {
+static Fault describe(const Warp& w, Fault::Kind kind, const Instr& in, int lane,
+                      const std::string& what) {
   const Program& program = w.program();
   const Program::Origin& o = program.origins[program.pc_of(in)];
   const uint32_t* block = w.block().index();
@@ -380,15 +402,16 @@ static Fault describe(const Warp& w, Fault::Kind kind, const Instr& in, int lane
     source = file == program.module->files.end() ? "line" : file->second;
     source += ":" + std::to_string(o.location.line);
   }
-  std::string text = program.name + ": " + what + "\n  at PTX line " + std::to_string(o.line) + ": " + o.text;
+  std::string text =
+      program.name + ": " + what + "\n  at PTX line " + std::to_string(o.line) + ": " + o.text;
   if (!source.empty()) text += "\n  source " + source;
   text += "\n  block (" + std::to_string(block[0]) + ", " + std::to_string(block[1]) + ", " +
           std::to_string(block[2]) + "), warp " + std::to_string(w.index());
   if (lane >= 0) {
     const uint32_t* size = w.block().launch().block;
     const uint32_t thread = w.index() * kLanes + static_cast<uint32_t>(lane);
-    text += ", lane " + std::to_string(lane) + ", thread (" + std::to_string(thread % size[0]) + ", " +
-            std::to_string(thread / size[0] % size[1]) + ", " +
+    text += ", lane " + std::to_string(lane) + ", thread (" + std::to_string(thread % size[0]) +
+            ", " + std::to_string(thread / size[0] % size[1]) + ", " +
             std::to_string(thread / size[0] / size[1]) + ")";
   }
   Fault fault(kind, text);

@@ -38,9 +38,10 @@ class Warp {
   Warp(Block& block, uint32_t index);
 
   // ---- for handlers
-  uint32_t exec = 0;  // lanes that execute the current instruction
-  uint32_t live = 0;  // lanes that have not exited
-  uint32_t pc = 0;    // of the current instruction; `Status::jump` handlers set the next one
+  uint32_t exec = 0;   // lanes that execute the current instruction
+  uint32_t live = 0;   // lanes that have not exited
+  uint32_t carry = 0;  // the carry flag of each lane (add.cc and its like)
+  uint32_t pc = 0;     // of the current instruction; `Status::jump` handlers set the next one
 
   Block& block() const { return *block_; }
   const Program& program() const { return *program_; }
@@ -69,7 +70,8 @@ class Warp {
   uint64_t executed = 0;  // instructions, since the launch
 
   // Builds the full message. lane -1: the warp as a whole.
-  [[noreturn]] void fault(Fault::Kind kind, const Instr& in, int lane, const std::string& what) const;
+  [[noreturn]] void fault(Fault::Kind kind, const Instr& in, int lane,
+                          const std::string& what) const;
   [[noreturn]] void fault(Fault::Kind kind, const Instr& in, int lane, const std::string& what,
                           uint64_t address) const;
 
@@ -90,16 +92,16 @@ class Warp {
   static constexpr int kNoJoin = -1;
   struct Fragment {
     uint32_t pc, mask;
-    int join;          // index into joins_
-    bool had_turn;     // in the current turn
-    bool waiting;      // its instruction returned Status::wait
+    int join;       // index into joins_
+    bool had_turn;  // in the current turn
+    bool waiting;   // its instruction returned Status::wait
     uint64_t ticket;
   };
   struct Join {
     uint32_t pc;
     uint32_t expected;  // lanes that head for it
     uint32_t arrived;
-    int outer;          // the join that the released lanes head for
+    int outer;  // the join that the released lanes head for
     bool used;
   };
 
@@ -126,7 +128,7 @@ class Warp {
   int trips_ = 0;             // backward branches left in this turn
   int polls_ = 0;
   bool polled_ = false;
-  bool ticketed_ = false;     // the current instruction has looked at its ticket
+  bool ticketed_ = false;  // the current instruction has looked at its ticket
 };
 
 }  // namespace tw::vgpu

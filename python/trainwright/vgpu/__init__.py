@@ -1,0 +1,44 @@
+"""A virtual GPU: runs the PTX that nvcc and Triton emit, on CPU tensors, without a GPU.
+
+>>> from trainwright import vgpu
+>>> device = vgpu.Device("sm_80")
+>>> module = device.load_ptx(ptx_text)                                             # doctest: +SKIP
+>>> module.launch("vector_add", grid=4, block=256, args=(x, y, out, x.numel()))    # doctest: +SKIP
+
+Results are those of the PTX ISA; functions that hardware approximates are at least as accurate here. It is a tool for
+correctness and for counting: the time it takes says nothing about a GPU.
+"""
+
+from trainwright.vgpu.device import Device, LaunchReport, Module
+from trainwright.vgpu.errors import (
+    AsyncError,
+    BarrierError,
+    DeadlockError,
+    Fault,
+    LaunchError,
+    MemoryFault,
+    PtxSyntaxError,
+    RaceError,
+    TrapError,
+    UninitialisedError,
+    UnsupportedError,
+    VgpuError,
+)
+
+__all__ = [
+    "AsyncError",
+    "BarrierError",
+    "DeadlockError",
+    "Device",
+    "Fault",
+    "LaunchError",
+    "LaunchReport",
+    "MemoryFault",
+    "Module",
+    "PtxSyntaxError",
+    "RaceError",
+    "TrapError",
+    "UninitialisedError",
+    "UnsupportedError",
+    "VgpuError",
+]
