@@ -2,6 +2,7 @@
 // trainwright/gemm.h).
 //
 //   gemm      a new C, in any floating dtype; optionally the sums + bias, which a backward needs.
+//   gemm_out_ C = A B + bias into memory that is there already, e.g. one tile of logits after another.
 //   gemm_add_ C += A B in place, e.g. a weight gradient that is gathered chunk by chunk.
 #include "cpu/kernel.h"
 #ifdef TW_CPU_ISA
@@ -50,7 +51,8 @@ void gemm_in(const GemmArgs& g) {
                            g.residual,
                            g.N,
                            g.N,
-                           g.residual_row};
+                           g.residual_row,
+                           dtype_bytes(g.out_dtype)};
   Gemm<S>::run(g.M, g.N, g.K, {g.a, g.a_row, g.a_k, g.a_dtype}, {g.b, g.b_col, g.b_k, g.b_dtype},
                store);
 }
@@ -87,18 +89,21 @@ GemmArgs gemm_args(const Tensor& a, const Tensor& b, ScalarType dtype) {
   return g;
 }
 
+void set_bias(GemmArgs& g, const std::optional<Tensor>& bias) {
+  if (!bias) return;
+  STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == g.N && bias->is_contiguous() &&
+                      wide(bias->scalar_type()) == (g.out_dtype == DType::f64),
+                  "gemm: bias: expected shape (N), contiguous");
+  g.bias = data(*bias), g.bias_dtype = dtype_of(*bias);
+}
+
 std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b,
                                     const std::optional<Tensor>& bias,
                                     const std::optional<Tensor>& residual, int64_t activation,
                                     ScalarType dtype, bool save_pre) {
   GemmArgs g = gemm_args(a, b, dtype);
   STD_TORCH_CHECK(0 <= activation && activation <= 4, "gemm: unknown activation ", activation);
-  if (bias) {
-    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == g.N && bias->is_contiguous() &&
-                        wide(bias->scalar_type()) == wide(dtype),
-                    "gemm: bias: expected shape (N), contiguous");
-    g.bias = data(*bias), g.bias_dtype = dtype_of(*bias);
-  }
+  set_bias(g, bias);
   if (residual) {
     STD_TORCH_CHECK(residual->dim() == 2 && residual->size(0) == g.M && residual->size(1) == g.N &&
                         (g.N <= 1 || residual->stride(1) == 1) && residual->scalar_type() == dtype,
@@ -113,12 +118,26 @@ std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b,
   return {out, pre};
 }
 
-void gemm_add_cpu(const Tensor& c, const Tensor& a, const Tensor& b) {
+// For results that go into c.
+GemmArgs gemm_args_into(const Tensor& c, const Tensor& a, const Tensor& b) {
   GemmArgs g = gemm_args(a, b, c.scalar_type());
   TW_CHECK_CONTIGUOUS(c);
   STD_TORCH_CHECK(c.dim() == 2 && c.size(0) == g.M && c.size(1) == g.N,
-                  "gemm_add_: c: expected shape (M, N)");
-  g.out = mutable_data(c), g.residual = g.out, g.residual_row = g.N;
+                  "gemm: c: expected shape (M, N)");
+  g.out = mutable_data(c);
+  return g;
+}
+
+void gemm_out_cpu(const Tensor& c, const Tensor& a, const Tensor& b,
+                  const std::optional<Tensor>& bias) {
+  GemmArgs g = gemm_args_into(c, a, b);
+  set_bias(g, bias);
+  gemm(g);
+}
+
+void gemm_add_cpu(const Tensor& c, const Tensor& a, const Tensor& b) {
+  GemmArgs g = gemm_args_into(c, a, b);
+  g.residual = g.out, g.residual_row = g.N;
   gemm(g);
 }
 
@@ -127,6 +146,7 @@ void gemm_add_cpu(const Tensor& c, const Tensor& a, const Tensor& b) {
 
 STABLE_TORCH_LIBRARY_IMPL(trainwright, CPU, m) {
   m.impl("gemm", TORCH_BOX(&tw::gemm_cpu));
+  m.impl("gemm_out_", TORCH_BOX(&tw::gemm_out_cpu));
   m.impl("gemm_add_", TORCH_BOX(&tw::gemm_add_cpu));
 }
 

@@ -20,6 +20,7 @@ BACKENDS = backends_for_tests(tw.linear)
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
 gemm = torch.ops.trainwright.gemm.default
 gemm_add_ = torch.ops.trainwright.gemm_add_.default
+gemm_out_ = torch.ops.trainwright.gemm_out_.default
 
 # id: (shape of x, N, bias, activation, residual)
 CASES = {
@@ -176,6 +177,7 @@ def test_opcheck():
     a, b, bias, r = torch.randn(3, 5), torch.randn(5, 4), torch.randn(4), torch.randn(3, 4)
     check_opcheck(gemm, a, b.t().contiguous().t(), bias, r, 2, torch.float32, True)
     check_opcheck(gemm_add_, torch.randn(3, 4), a, b)
+    check_opcheck(gemm_out_, torch.randn(3, 4), a, b, bias)
     linear_bwd = torch.ops.trainwright.linear_bwd.default
     check_opcheck(linear_bwd, r, torch.randn(3, 4), 2, True)
     check_opcheck(linear_bwd, r, None, 0, False)
@@ -190,6 +192,12 @@ def test_product_of_mixed_dtypes_in_fp32(dtype):
     c = torch.ones(50, 40)
     gemm_add_(c, a.to(dtype), b.float())
     assert torch.equal(c.double(), 1 + a @ b)
+    bias = integers(40)
+    gemm_out_(c, a.to(dtype), b.float(), bias.to(dtype))
+    assert torch.equal(c.double(), a @ b + bias)
+    low = torch.empty(50, 40, dtype=dtype)
+    gemm_out_(low, a.to(dtype), b.float(), None)
+    assert torch.equal(low, (a @ b).to(dtype))
 
 
 def test_fp64_does_not_mix():

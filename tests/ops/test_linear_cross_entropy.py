@@ -20,11 +20,12 @@ from numerics import (
     run,
     same_bits,
 )
+from trainwright import dispatch
+from trainwright.ops import _logit_tiles
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BACKENDS = backends_for_tests(tw.linear_cross_entropy)
 ALL = [(b, d) for b in BACKENDS for d in (DTYPES if b == "cpu" else DTYPES[:2])]
-module = sys.modules["trainwright.ops.linear_cross_entropy"]
 
 # id: (N, V, C, options, share of ignored rows, bias, class weights). From 1024 kept rows on, scalar losses walk rows.
 CASES = {
@@ -100,12 +101,22 @@ def test_matches_reference_when_it_walks_rows(case, dtype):
     check_reference(tw.linear_cross_entropy, reference, inputs, options, backend="cpu")
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("case", ["ignored, bias, weight", "all options, none"])
-def test_products_in_16_bits_as_on_a_gpu(case, monkeypatch):
-    """There tiles of logits are bf16, the hidden gradient is summed in fp32."""
-    monkeypatch.setattr(module, "_compute_dtype", lambda hidden: hidden.dtype)
+def test_products_where_bf16_is_multiplied_in_hardware_and_where_it_is_not(
+    case, native, monkeypatch
+):
+    """In hardware, as on a GPU, tiles are bf16 and the hidden gradient is summed in fp32; else tiles are fp32."""
+    monkeypatch.setattr(dispatch, "native_bf16", lambda: native)
     inputs, options = make(case, torch.bfloat16)
     check_reference(tw.linear_cross_entropy, reference, inputs, options, backend="cpu")
+    seen = []
+    op = _logit_tiles.TILE_GRAD_OPS["cpu"]
+    monkeypatch.setitem(
+        _logit_tiles.TILE_GRAD_OPS, "cpu", lambda g, *rest: (seen.append(g.dtype), op(g, *rest))
+    )
+    run(tw.linear_cross_entropy, inputs, options)
+    assert set(seen) == {torch.bfloat16 if native else torch.float32}
 
 
 @pytest.mark.parametrize("case", ["all options, none", "all options, sum"])

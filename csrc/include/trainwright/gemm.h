@@ -47,6 +47,15 @@ struct GemmStore {
   const S* bias;         // (N) or null
   const void* residual;  // (M, N), rows residual_stride apart; or null. May be `out`.
   int64_t N, out_stride, residual_stride;
+  int64_t element_bytes;  // of out, pre and residual
+
+  // Asks for the residual of a tile while its sums are made: its rows are far apart in memory.
+  void prefetch(int64_t row, int64_t col, int64_t rows) const {
+    if (!residual) return;
+    const char* p =
+        static_cast<const char*>(residual) + (row * residual_stride + col) * element_bytes;
+    for (int64_t i = 0; i < rows; ++i) __builtin_prefetch(p + i * residual_stride * element_bytes);
+  }
 };
 
 template<class S>
@@ -313,6 +322,7 @@ struct GemmCall {
         const int64_t row = (m0 + i) * G::MR, rows = smaller(G::MR, M - row);
         S* tile = tiles ? tiles + (j * mp + i) * G::MR * G::NR : one;
         const MicroFn<S> micro = rows == G::MR ? whole : micro_function<S>(rows);
+        if (last) store.prefetch(row, col, rows);
         micro(kc, pa + i * kc * G::MR, pb + j * kc * G::NR, tile, !first);
         if (last) store.run(store, tile, row, col, rows, cols);
       }

@@ -6,7 +6,8 @@ once. a, b and bias may differ in dtype, except that fp64 does not mix. `pre` is
 `save_pre`, else empty. On the CPU an element of the output depends on its row of a and its column of b alone:
 not on strides, M, N or threads.
 
-``gemm_add_(c, a, b)`` does c += a·b in place, rounded to c's dtype once: for sums over chunks keep c in fp32.
+Into memory that is there already, in its dtype and rounded once: ``gemm_out_(c, a, b, bias)`` does c = a·b + bias,
+``gemm_add_(c, a, b)`` does c += a·b (for sums over chunks keep c in fp32).
 """
 
 from __future__ import annotations
@@ -74,17 +75,26 @@ def _gemm_triton(*args: Any) -> Any:
     return kernel.gemm(*args)
 
 
-def _gemm_add_reference(c: Tensor, a: Tensor, b: Tensor) -> None:
+def gemm_out_reference(c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    c.copy_(gemm_reference(a, b, bias, None, 0, c.dtype, False)[0])
+
+
+def gemm_add_reference(c: Tensor, a: Tensor, b: Tensor) -> None:
     acc = acc_dtype(c.dtype)
     c.copy_(c.to(acc) + a.to(acc) @ b.to(acc))
 
 
-def _gemm_add_fake(c: Tensor, a: Tensor, b: Tensor) -> None:
+def _in_place_fake(*args: Any) -> None:
     return None
 
 
 gemm = _library.define("gemm" + SCHEMA, gemm_reference, gemm_fake)
 gemm_triton = _library.define_triton("gemm_triton" + SCHEMA, _gemm_triton, gemm_fake)
+gemm_out_ = _library.define(
+    "gemm_out_(Tensor(a!) c, Tensor a, Tensor b, Tensor? bias) -> ()",
+    gemm_out_reference,
+    _in_place_fake,
+)
 gemm_add_ = _library.define(
-    "gemm_add_(Tensor(a!) c, Tensor a, Tensor b) -> ()", _gemm_add_reference, _gemm_add_fake
+    "gemm_add_(Tensor(a!) c, Tensor a, Tensor b) -> ()", gemm_add_reference, _in_place_fake
 )

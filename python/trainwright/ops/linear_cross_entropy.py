@@ -13,9 +13,7 @@ Rows with ignore_index are left out of the products on the CPU.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,32 +22,18 @@ from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_tensor, value_error
 from trainwright.ops import _library
+from trainwright.ops._logit_tiles import Needs, backward, forward, forward_backward, walks_rows
 from trainwright.ops.cross_entropy import (
     NONE,
     REDUCTIONS,
-    SUM,
-    TILE_GRAD_OPS,
-    TILE_STATE_OPS,
     acc_dtype,
     check_options,
     check_target,
-    check_targets,
-    finish,
-    scale_of,
 )
 
 __all__ = ["linear_cross_entropy"]
 
-PARTS = 16  # a tile of rows is this fraction of the logits
-PARTS_COLUMNS = (
-    32  # a tile of columns; smaller, as the BLAS packs copies of all hidden rows beside it
-)
-PARTS_WIDENED = 128  # the same where 16-bit inputs make fp32 tiles and fp32 copies of hidden
-MIN_COLUMNS, MIN_ROWS = 64, 64  # narrower products run far below the machine's rate
-MAX_TILE = 1 << 25  # elements; larger tiles are no faster
-
 Options = tuple[int, float, float, float]  # ignore_index, label_smoothing, z_loss, softcap
-Needs = list[bool]  # gradients wanted for hidden, weight, bias
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
@@ -59,184 +43,6 @@ BWD = (
     "-> (Tensor, Tensor, Tensor)"
 )
 FWD_BWD = f"({_INPUTS}, {_OPTIONS}, int reduction, str backend, bool[3] needs) -> (Tensor, Tensor, Tensor, Tensor)"
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _plain(function: F) -> F:
-    """Runs without autocast (the wrapper has cast the inputs, the products choose their dtypes) and autograd."""
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        device = next(a for a in args if isinstance(a, Tensor)).device.type
-        with torch.autocast(device, enabled=False), torch.no_grad():
-            return function(*args)
-
-    return run  # type: ignore[return-value]
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """fp32 for 16-bit inputs on the CPU, where torch's 16-bit products need bf16 instructions to be any fast."""
-    return acc_dtype(hidden.dtype) if hidden.device.type == "cpu" else hidden.dtype
-
-
-def _kept(
-    hidden: Tensor, target: Tensor, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows that count, their targets, and their indices (None: all rows).
-
-    Ignored rows must not meet a product: 0 * NaN is NaN. On a GPU they are zeroed, which needs no synchronisation.
-    """
-    keep = target != ignore_index
-    if hidden.device.type != "cpu":
-        return torch.where(keep[:, None], hidden, 0), target, None
-    index = None if bool(keep.all()) else keep.nonzero()[:, 0]
-    if index is not None:
-        hidden, target = hidden[index], target[index]
-    return hidden.to(_compute_dtype(hidden)), target, index
-
-
-def _spread(values: Tensor, index: Tensor | None, N: int) -> Tensor:
-    """Rows back at their places, zeros elsewhere."""
-    if index is None:
-        return values
-    return values.new_zeros((N, *values.shape[1:])).index_copy_(0, index, values)
-
-
-def _product(h: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> Tensor:
-    return torch.mm(h, w.t(), out=out) if b is None else torch.addmm(b, h, w.t(), out=out)
-
-
-def _tiles(h: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Walks the vocabulary: (first column, rows of the weight, logits), every tile in the same memory."""
-    n, V = len(h), len(weight)
-    parts = PARTS_COLUMNS if weight.dtype == h.dtype else PARTS_WIDENED
-    columns = min(
-        max(V // parts, MIN_COLUMNS), max(MAX_TILE // max(n, 1), MIN_COLUMNS), max(V // 2, 1)
-    )
-    buffer = h.new_empty(n * columns)
-    for first in range(0, V if n else 0, columns):
-        w = weight[first : first + columns].to(h.dtype)
-        b = None if bias is None else bias[first : first + columns].to(h.dtype)
-        yield first, w, _product(h, w, b, buffer[: n * len(w)].view(n, len(w)))
-
-
-@_plain
-def _forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, reduction: int, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    V = len(weight)
-    check_targets(target, V, ignore_index, "linear_cross_entropy")
-    h, t, index = _kept(hidden, target, ignore_index)
-    state = h.new_empty((len(h), 4), dtype=torch.float64)
-    for first, _, tile in _tiles(h, weight, bias):
-        TILE_STATE_OPS[backend](
-            state, tile, t, class_weight, first, V, ignore_index, label_smoothing, softcap
-        )
-    scale = scale_of(t, class_weight, ignore_index, reduction)
-    loss, lse = finish(
-        state, t, class_weight, scale, V, ignore_index, label_smoothing, z_loss, reduction
-    )
-    if reduction == NONE:
-        loss = _spread(loss, index, len(hidden))
-    return loss.to(acc_dtype(hidden.dtype)), _spread(lse, index, len(hidden)), scale
-
-
-@_plain
-def _backward(
-    dloss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    lse: Tensor, scale: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
-    backend: str, needs: Needs,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    N, V = len(hidden), len(weight)
-    h, t, index = _kept(hidden, target, ignore_index)
-    if index is not None:
-        lse, dloss = lse[index], dloss[index] if dloss.dim() else dloss
-    dh = h.new_zeros(h.shape if needs[0] else 0, dtype=acc_dtype(h.dtype))
-    dw = (
-        weight.new_zeros(weight.shape)
-        if needs[1] and not len(h)
-        else weight.new_empty(weight.shape if needs[1] else 0)
-    )
-    db = h.new_zeros(V if needs[2] else 0, dtype=acc_dtype(h.dtype))
-    for first, w, g in _tiles(h, weight, bias):
-        TILE_GRAD_OPS[backend](
-            g, dloss, g, t, class_weight, lse, scale, first, V, ignore_index, label_smoothing, z_loss, softcap
-        )  # fmt: skip
-        last = first + len(w)
-        if needs[0]:
-            if dh.dtype == g.dtype:
-                dh.addmm_(g, w)
-            else:
-                dh += torch.mm(g, w)
-        if needs[1]:
-            if weight.dtype == g.dtype:
-                torch.mm(g.t(), h, out=dw[first:last])
-            else:
-                dw[first:last] = torch.mm(g.t(), h)
-        if needs[2]:
-            torch.sum(g, 0, dtype=db.dtype, out=db[first:last])
-    dh = _spread(dh.to(hidden.dtype), index, N) if needs[0] else dh.to(hidden.dtype)
-    return dh, dw, db.to(weight.dtype)
-
-
-def _rows_per_tile(n: int, V: int) -> int:
-    """Rows of a tile of all columns."""
-    return min(n // PARTS, max(MAX_TILE // V, MIN_ROWS))
-
-
-def _walks_rows(hidden: Tensor, n: int, V: int) -> bool:
-    """Whether a scalar loss makes its gradients in forward: many rows, gradients that are their own accumulators."""
-    return _rows_per_tile(n, V) >= MIN_ROWS and hidden.dtype == acc_dtype(hidden.dtype)
-
-
-@_plain
-def _forward_backward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, reduction: int, backend: str,
-    needs: Needs,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """A scalar loss and its gradients for an upstream gradient of 1."""
-    N, V = len(hidden), len(weight)
-    options = (ignore_index, label_smoothing, z_loss, softcap)
-    check_targets(target, V, ignore_index, "linear_cross_entropy")
-    h, t, index = _kept(hidden, target, ignore_index)
-    rows, acc = _rows_per_tile(len(h), V), acc_dtype(hidden.dtype)
-    one = h.new_ones((), dtype=acc)
-    if not _walks_rows(hidden, len(h), V):
-        inputs = (hidden, weight, bias, target, class_weight)
-        loss, lse, scale = _forward(*inputs, *options, reduction, backend)
-        return loss, *_backward(one, *inputs, lse, scale, *options, backend, needs)
-    scale = scale_of(t, class_weight, ignore_index, reduction)
-    loss = h.new_zeros((), dtype=torch.float64)
-    dh = h.new_empty(h.shape if needs[0] else 0)
-    dw = h.new_empty(weight.shape if needs[1] else 0)  # the first tile writes, the others add
-    db = h.new_zeros(V if needs[2] else 0)
-    buffer = h.new_empty(rows * V)
-    state = h.new_empty((rows, 4), dtype=torch.float64)
-    for first in range(0, len(h), rows):
-        hr, tr = h[first : first + rows], t[first : first + rows]
-        g = _product(hr, weight, bias, buffer[: len(hr) * V].view(len(hr), V))
-        sr = state[: len(hr)]
-        TILE_STATE_OPS[backend](
-            sr, g, tr, class_weight, 0, V, ignore_index, label_smoothing, softcap
-        )
-        part, lse = finish(
-            sr, tr, class_weight, scale, V, ignore_index, label_smoothing, z_loss, SUM
-        )
-        loss += part
-        TILE_GRAD_OPS[backend](g, one, g, tr, class_weight, lse, scale, 0, V, *options)
-        if needs[0]:
-            torch.mm(g, weight, out=dh[first : first + rows])
-        if needs[1]:
-            if first:
-                dw.addmm_(g.t(), hr)
-            else:
-                torch.mm(g.t(), hr, out=dw)
-        if needs[2]:
-            db += g.sum(0)
-    return loss.to(acc), _spread(dh, index, N) if needs[0] else dh, dw, db
 
 
 def _forward_fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,10 +70,10 @@ def _forward_backward_fake(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[
     return loss, *_gradients_fake(hidden, weight, rest[-1])
 
 
-_fwd = _library.define("linear_cross_entropy_fwd" + FWD, _forward, _forward_fake)
-_bwd = _library.define("linear_cross_entropy_bwd" + BWD, _backward, _backward_fake)
+_fwd = _library.define("linear_cross_entropy_fwd" + FWD, forward, _forward_fake)
+_bwd = _library.define("linear_cross_entropy_bwd" + BWD, backward, _backward_fake)
 _fwd_bwd = _library.define(
-    "linear_cross_entropy_fwd_bwd" + FWD_BWD, _forward_backward, _forward_backward_fake
+    "linear_cross_entropy_fwd_bwd" + FWD_BWD, forward_backward, _forward_backward_fake
 )
 
 
@@ -356,7 +162,8 @@ def linear_cross_entropy(
         bias: (V,), dtype of hidden, or None.
         class_weight: (V,), the `weight` of `tw.cross_entropy`: a constant, any floating dtype, or None.
         ignore_index, label_smoothing, z_loss, softcap, reduction: as in `tw.cross_entropy`.
-        backend: None, "cpu", "triton" or "torch": who runs the loss; the products are torch's.
+        backend: None, "cpu", "triton" or "torch": who runs the loss. The products are torch's, but for 16-bit inputs on
+            a CPU that does not multiply them in hardware: there they are `tw.linear`'s.
 
     Returns:
         fp32 (fp64 for fp64): a scalar, or the shape of target for "none". All rows ignored: 0, with zero gradients.
@@ -366,17 +173,19 @@ def linear_cross_entropy(
         IndexError: a target is out of range (CPU; on a GPU the loss is NaN).
         trainwright.BackendError: no backend can run the call.
 
-    Numerics: on the CPU 16-bit inputs are widened tile by tile: products, softmax and every accumulation are fp32,
-    rounded once. On a GPU tiles of logits are rounded to the dtype of hidden, as torch's linear rounds them; the weight
-    gradient is one product per tile and the hidden gradient is summed in fp32. Repeats are bit-equal. Under autocast
-    hidden, weight and bias are cast to the autocast dtype.
+    Numerics: products, softmax and every accumulation are fp32 (fp64 for fp64). With 16-bit inputs the weight gradient
+    is one product per tile over all rows, rounded once, so it needs no fp32 copy; the hidden gradient is summed over
+    tiles in fp32. On a CPU 16-bit inputs are widened as they are multiplied and the logits stay fp32; on a GPU, and on
+    a CPU that multiplies bf16 in hardware, tiles of logits are rounded to the dtype of hidden, as torch's linear rounds
+    them, and so is a tile's share of the hidden gradient. Repeats are bit-equal. Under autocast hidden, weight and bias
+    are cast to the autocast dtype.
 
     Time: four products of N x C x V, or three for a scalar loss of 1024 rows or more in fp32 or fp64, which makes its
     gradients in forward and scales them by the upstream gradient in backward. Without a gradient for weight (or hidden)
     one less.
 
-    Memory beyond the gradients: one tile, at most a sixteenth of the logits (at least 64 columns or rows), and what the
-    BLAS packs. 16-bit inputs on the CPU: a 64th, and fp32 copies of hidden and its gradient.
+    Memory beyond the gradients: one tile, at most a sixteenth of the logits (at least 64 columns or rows), what the
+    products pack, and for 16-bit inputs an fp32 hidden gradient: less than a tenth of the logits in all.
 
     Source: chunks with an in-place gradient: Liger-Kernel, arXiv:2410.10989; recomputation: cut cross-entropy,
     arXiv:2411.09009.
@@ -418,7 +227,7 @@ def linear_cross_entropy(
     )
     needs = [t is not None and t.requires_grad for t in inputs[:3]]
     wants_gradient = any(needs) and torch.is_grad_enabled()
-    if reduction != "none" and wants_gradient and _walks_rows(hidden, len(inputs[0]), classes):
+    if reduction != "none" and wants_gradient and walks_rows(hidden, len(inputs[0]), classes):
         return _ScalarLinearCrossEntropy.apply(
             *inputs, options, REDUCTIONS[reduction], chosen, needs, torch.compiler.is_compiling()
         )
