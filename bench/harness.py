@@ -213,7 +213,7 @@ class Compare:
     def __call__(
         self, op: str, mode: str, shape: Sequence[int] | str, dtype: torch.dtype | str, calls: dict[str, Call],
         reference: Call | None, *, bytes_moved: float = 0.0, flops: float = 0.0, memory: bool = False,
-        bound_dtype: torch.dtype = torch.float32,
+        bound_dtype: torch.dtype = torch.float32, before: Call | None = None,
     ) -> dict[str, dict[str, Any]]:  # fmt: skip
         """Measure and check the providers, write the CSV rows, and return them by provider.
 
@@ -225,7 +225,10 @@ class Compare:
             bytes_moved: bytes that the algorithm has to read and write at least.
             flops: floating-point operations that it has to do, 2 per multiply-add.
             memory: record the peak of extra memory as well.
+            before: called before every timed call, outside its time: puts back inputs that a call changes.
         """
+        if before is not None:
+            before()
         first = {name: function() for name, function in calls.items()}
         errors = self._check(first, reference, dtype)
         del first
@@ -236,7 +239,7 @@ class Compare:
         }
         load = os.getloadavg()[0]
         kind = dtype if isinstance(dtype, torch.dtype) else bound_dtype
-        times, bound_s, bound = self._rounds(calls, bytes_moved, flops, kind)
+        times, bound_s, bound = self._rounds(calls, bytes_moved, flops, kind, before)
         stats_of = {name: _stats(series) for name, series in times.items()}
         peers = [n for n in calls if not n.startswith(OURS)]
         best = min(peers, key=lambda n: stats_of[n].median) if peers else ""
@@ -277,8 +280,9 @@ class Compare:
         return errors
 
     def _rounds(
-        self, calls: dict[str, Call], moved_bytes: float, flops: float, dtype: torch.dtype
-    ) -> tuple[dict[str, list[float]], list[float], str]:
+        self, calls: dict[str, Call], moved_bytes: float, flops: float, dtype: torch.dtype,
+        before: Call | None,
+    ) -> tuple[dict[str, list[float]], list[float], str]:  # fmt: skip
         """Interleaved timing, driven by pytest-benchmark: one of its rounds calls every provider once.
 
         Returns the seconds of every round by provider, and those that the bound would have taken, and its name.
@@ -293,7 +297,7 @@ class Compare:
         for name, function in everything.items():
             function()
             once = time_seconds(function, self.device, 1)
-            repeats[name] = max(1, min(1000, round(2e-3 / max(once, 1e-9))))
+            repeats[name] = 1 if before else max(1, min(1000, round(2e-3 / max(once, 1e-9))))
             total += once * (repeats[name] if self.device.type == "cpu" else 1)
         series: dict[str, list[float]] = {name: [] for name in everything}
         order, shuffle = list(everything), random.Random(0)
@@ -301,6 +305,8 @@ class Compare:
         def one_round() -> None:
             shuffle.shuffle(order)
             for name in order:
+                if before is not None:
+                    before()
                 series[name].append(time_seconds(everything[name], self.device, repeats[name]))
 
         rounds = max(5, min(300, int(self.seconds / max(total, 1e-9))))

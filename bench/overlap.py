@@ -3,8 +3,9 @@
     bench/netlab.sh -n 2 -r 450mbit -- bench/overlap.py [--layers 8 --width 1024 --rows 1024 --rounds 9]
 
 Per round, in turn on the same machine: the bare model (forward, backward: compute only), DDP, and
-tw.parallel.DataParallel. `comm` is an all-reduce of all gradients at once, alone. exposed = step - bare; the model is
-plain torch in both cases, so only the reducer differs. Rank 0 prints one JSON line with medians.
+tw.parallel.DataParallel. `comm` is an all-reduce of all gradients at once, alone. The model is plain torch in both
+cases, so only the reducer differs. A time is that of the slowest rank in its round: a synchronous step cannot end
+earlier. exposed = step - bare, round by round. Rank 0 prints one JSON line with medians.
 """
 
 from __future__ import annotations
@@ -68,14 +69,18 @@ def main() -> None:
             call()
             if round_ >= 2:  # the first two rounds warm up; DDP rebuilds its buckets in them
                 times[name].append(time.perf_counter() - begin)
+    every: list[dict[str, list[float]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, times)
+    slowest = {name: [max(t) for t in zip(*(e[name] for e in every))] for name in calls}
     same = all(
         torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-7)
         for a, b in zip(theirs.parameters(), ours.parameters())
     )
     if dist.get_rank() == 0:
-        row = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in times.items()}
+        row = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in slowest.items()}
         for name in ("ddp", "trainwright"):
-            row[f"{name}_exposed_ms"] = row[f"{name}_ms"] - row["compute_ms"]
+            exposed = [a - b for a, b in zip(slowest[name], slowest["compute"])]
+            row[f"{name}_exposed_ms"] = 1e3 * statistics.median(exposed)
             row[f"{name}_exposed_fraction"] = row[f"{name}_exposed_ms"] / row["comm_ms"]
         row.update(
             hosts=dist.get_world_size(),

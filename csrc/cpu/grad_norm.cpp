@@ -60,13 +60,16 @@ void for_pieces(const NormRow& row, int64_t begin, int64_t end, F&& body) {
 template<class T>
 void squares_of(const NormRow& row, int64_t begin, int64_t end, double* partial) {
   using A = acc_t<T>;
-  GradStats<A> stats[4];  // independent sums: the latency of one addition does not limit the read
+  // Four parts are read side by side: a core keeps more lines in flight for four streams than for
+  // one, and the latency of one addition does not limit the read.
+  GradStats<A> stats[4];
   for_pieces<T>(row, begin, end, [&](const T* x, int64_t n) {
     constexpr int64_t L = lanes<A>;
-    int64_t first = 0;
-    for (; first + 4 * L <= n; first += 4 * L)
-      for (int64_t j = 0; j < 4; ++j) stats[j].add(vload<A>(x + first + j * L));
-    for_lanes<A>(n - first, [&](int64_t i, auto k) { stats[0].add(vload<A>(x + first + i, k)); });
+    const int64_t part = n / (4 * L) * L;
+    for (int64_t i = 0; i < part; i += L)
+      for (int64_t j = 0; j < 4; ++j) stats[j].add(vload<A>(x + j * part + i));
+    x += 4 * part;
+    for_lanes<A>(n - 4 * part, [&](int64_t i, auto k) { stats[0].add(vload<A>(x + i, k)); });
   });
   partial[0] = partial[1] = 0.0;
   for (const GradStats<A>& s : stats) {
