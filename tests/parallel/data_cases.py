@@ -1015,3 +1015,15 @@ def leave_a_replica_behind(rank, world):
     """Keeps a DataParallel alive until the process ends."""
     globals()["left_behind"] = dp = wrap(mlp(3, 3))
     dp(batch(2, 3)).sum().backward()
+
+
+def leave_in_the_middle_of_a_step(rank, world):
+    """Rank 0 alone has begun a step, which an exception ended; nothing that it sent will ever be answered."""
+    global left
+    left = wrap(mlp(3, 3, 3), bucket_mb=1e-4)
+    left(batch(2, 3)).sum().backward()
+    if rank == 0:
+        x = left.module[0](batch(2, 3))
+        x.register_hook(lambda g: {}["went bad"])
+        with pytest.raises(KeyError, match="went bad"):
+            left.module[1:](x).sum().backward()

@@ -13,7 +13,8 @@ EVERY = [
     and f.__module__ == "data_cases"
     and list(inspect.signature(f).parameters) == ["rank", "world"]
 ]
-OTHER = ("a_group_of_some_ranks", "weight_zero_alone", "unused_alone", "leave_a_replica_behind")
+LEAVE = ("leave_a_replica_behind", "leave_in_the_middle_of_a_step")
+OTHER = ("a_group_of_some_ranks", "weight_zero_alone", "unused_alone", *LEAVE)
 TWO = [n for n in EVERY if n not in OTHER]
 SELECTED = (
     [(1, n) for n in data_cases.CASES[1]]
@@ -23,11 +24,12 @@ SELECTED = (
 )
 
 
-def test_processes_end_cleanly():
+@pytest.mark.parametrize("case", LEAVE)
+def test_processes_end_cleanly(case):
     """With threads of ours still running: no abort, no hang."""
     ranks = Ranks(4)
     try:
-        ranks.run("data_cases", "leave_a_replica_behind")
+        ranks.run("data_cases", case)
         ranks.leave(range(4))
         assert [process.exitcode for process in ranks.processes] == [0] * 4
     finally:

@@ -136,7 +136,8 @@ class GlooChannel(Channel):
         if self._waiter is not None:
             self._issued.put(None)
             if threading.current_thread() is not self._waiter:
-                self._waiter.join(2.0)
+                # A message that no rank will answer cannot be called off; its thread ends with the timeout.
+                self._waiter.join(0.5)
         super().close()
 
 
