@@ -421,9 +421,14 @@ void choose_chain(Decode& d, bool set) {
   d.run(set ? run_chain<T, subtract, use, true> : run_chain<T, subtract, use, false>,
         Class::integer);
 }
+// A modifier that may be part of the registered opcode (add.cc), and is taken then.
+bool take_chain(Decode& d, const char* modifier) {
+  d.take(modifier);
+  return d.has(modifier);
+}
 template<bool subtract, bool use>
 void decode_chain(Decode& d) {
-  const bool set = d.take("cc");
+  const bool set = take_chain(d, "cc");
   const int bits = ptx::bits_of(d.take_type());
   take_operands(d, 2, bits);
   if (bits == 32)
@@ -433,8 +438,8 @@ void decode_chain(Decode& d) {
 }
 template<bool use>
 void decode_mad_chain(Decode& d) {
-  const bool set = d.take("cc"), high = d.take("hi");
-  if (!high) d.take("lo");
+  const bool set = take_chain(d, "cc"), high = take_chain(d, "hi");
+  take_chain(d, "lo");
   const Type type = d.take_type();
   take_operands(d, 3, ptx::bits_of(type));
   with_integer(d, type, [&]<class T>(T) {
