@@ -1,4 +1,4 @@
-"""tw.bucket_pack: a 25 MB bucket of gradients, packed, scaled, checked and squared, against separate passes in torch."""
+"""tw.bucket_pack: a 25 MB bucket of gradients, packed, scaled, checked and squared, against passes of torch."""
 
 import itertools
 
