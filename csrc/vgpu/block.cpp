@@ -42,6 +42,7 @@ void Block::start(uint64_t linear_index) {
 }
 
 void Block::finish() {
+  if (observer()) observer()->block_exit(*this);
   for (auto& extension : extensions_)
     if (extension) extension->finish(*this);
   if (observer()) observer()->block_end(*this);
@@ -201,15 +202,17 @@ Block::Barrier& Block::barrier(Warp& w, const Instr& in, uint32_t index, uint32_
   return b;
 }
 
-void Block::arrive(Warp& w, Barrier& b) {
+void Block::arrive(Warp& w, uint32_t index) {
+  Barrier& b = barriers_[index];
   // With .aligned the whole warp arrives, lanes that have exited included.
   const bool whole = w.exec == w.live;
   b.arrived += whole ? kLanes : static_cast<uint32_t>(std::popcount(w.exec));
   b.lanes[w.index()] |= w.exec;
-  try_open(b);
+  try_open(index);
 }
 
-void Block::try_open(Barrier& b) {
+void Block::try_open(uint32_t index) {
+  Barrier& b = barriers_[index];
   if (!b.arrived) return;
   if (b.count) {
     if (b.arrived < b.count) return;
@@ -217,6 +220,7 @@ void Block::try_open(Barrier& b) {
     for (const Warp& w : warps_)
       if (~b.lanes[w.index()] & w.live) return;
   }
+  if (observer()) observer()->barrier_open(*this, static_cast<int>(index), b.count == 0);
   ++b.phase;
   ++progress;
   b.arrived = 0;
@@ -229,20 +233,20 @@ bool Block::barrier_sync(Warp& w, const Instr& in, uint32_t index, uint32_t coun
   if (!w.ticket()) {
     Barrier& b = barrier(w, in, index, count);
     w.ticket() = b.phase + 1;
-    if (observer()) observer()->barrier_arrive(w, in, static_cast<int>(index));
-    arrive(w, b);
+    if (observer()) observer()->barrier_arrive(w, in, static_cast<int>(index), true);
+    arrive(w, index);
   }
   Barrier& b = barriers_[index];
-  if (b.phase < w.ticket()) try_open(b);  // warps may have exited
+  if (b.phase < w.ticket()) try_open(index);  // warps may have exited
   if (b.phase < w.ticket()) return false;
   if (observer()) observer()->barrier_leave(w, in, static_cast<int>(index));
   return true;
 }
 
 void Block::barrier_arrive(Warp& w, const Instr& in, uint32_t index, uint32_t count) {
-  Barrier& b = barrier(w, in, index, count);
-  if (observer()) observer()->barrier_arrive(w, in, static_cast<int>(index));
-  arrive(w, b);
+  barrier(w, in, index, count);
+  if (observer()) observer()->barrier_arrive(w, in, static_cast<int>(index), false);
+  arrive(w, index);
 }
 
 void Block::barrier_reduce(Warp& w, uint32_t index, uint32_t predicate) {
@@ -269,6 +273,11 @@ Cluster::Cluster(const Program& program, const Launch& launch)
     : program_(program), launch_(launch) {
   for (uint32_t r = 0; r < launch.blocks_per_cluster(); ++r)
     blocks_.push_back(std::make_unique<Block>(program, launch, *this, r));
+  observer_ = launch.observer;
+  if (launch.check != Check::off) {
+    checker_ = make_checker(*this);
+    observer_ = checker_.get();
+  }
 }
 
 void Cluster::start(uint64_t linear_index) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "vgpu/checker.h"
 #include "vgpu/memory.h"
 #include "vgpu/observer.h"
 #include "vgpu/warp.h"
@@ -24,6 +25,8 @@ struct Launch {
   std::vector<uint8_t> parameters;
   GlobalMap memory;
   Observer* observer = nullptr;
+  Check check = Check::off;             // who is asked before the observer
+  GlobalRaces* global_races = nullptr;  // set by run_grid
 
   uint32_t threads_per_block() const { return block[0] * block[1] * block[2]; }
   uint32_t warps_per_block() const { return (threads_per_block() + 31) / 32; }
@@ -52,7 +55,7 @@ class Block {
 
   const Program& program() const { return program_; }
   const Launch& launch() const { return launch_; }
-  Observer* observer() const { return launch_.observer; }
+  Observer* observer() const;
   Cluster& cluster() const { return cluster_; }
   uint32_t rank() const { return rank_; }  // in the cluster
   const uint32_t* index() const { return index_; }
@@ -101,8 +104,8 @@ class Block {
     Reduction pending, result;
   };
   Barrier& barrier(Warp& w, const Instr& in, uint32_t barrier, uint32_t count);
-  void arrive(Warp& w, Barrier& b);
-  void try_open(Barrier& b);
+  void arrive(Warp& w, uint32_t barrier);
+  void try_open(uint32_t barrier);
   void fill_specials(Warp& w);
 
   static size_t next_slot();
@@ -141,12 +144,20 @@ class Cluster {
   Block& block(uint32_t rank) { return *blocks_.at(rank); }
   uint32_t size() const { return static_cast<uint32_t>(blocks_.size()); }
   uint64_t index() const { return index_; }
+  const Program& program() const { return program_; }
+  const Launch& launch() const { return launch_; }
+  // The checker, or the launch's observer, or null.
+  Observer* observer() const { return observer_; }
 
  private:
   const Program& program_;
   const Launch& launch_;
   uint64_t index_ = 0;
   std::vector<std::unique_ptr<Block>> blocks_;
+  std::unique_ptr<Observer> checker_;
+  Observer* observer_ = nullptr;
 };
+
+inline Observer* Block::observer() const { return cluster_.observer(); }
 
 }  // namespace tw::vgpu

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <map>
+#include <set>
 #include <tuple>
 
 #include "vgpu/control_flow.h"
@@ -112,6 +113,7 @@ struct Decoder {
   const ptx::Parameter* parameter(std::string_view name) const;
   void lay_out_variables();
   void decode_instruction(size_t index);
+  void find_kept_uses();
 
   const ptx::Kernel& kernel;
   std::unique_ptr<Program> program;
@@ -122,6 +124,7 @@ struct Decoder {
   std::map<std::string, uint32_t, std::less<>> locals;
   std::vector<Flow> flow;
   std::map<int, uint32_t> sinks;
+  std::set<uint32_t> kept;
 };
 
 Decoder::Decoder(std::shared_ptr<const ptx::Module> module, const ptx::Kernel& kernel,
@@ -151,7 +154,7 @@ void Decoder::lay_out_variables() {
         dynamic.push_back(&v);
       else
         program->shared.push_back({v.name, place(top_shared, v), v.bytes});
-    } else if (v.space == Space::local || v.space == Space::param) {  // param: of a call
+    } else if (v.space == Space::local) {
       locals[v.name] = place(top_local, v);
     }
   };
@@ -329,6 +332,24 @@ void Decoder::decode_instruction(size_t index) {
   }
 }
 
+// Uses by wgmma itself are not listed.
+void Decoder::find_kept_uses() {
+  if (kept.empty()) return;
+  program->kept_uses.resize(program->code.size());
+  for (size_t i = 0; i < kernel.instructions.size(); ++i) {
+    const ptx::Instruction& in = kernel.instructions[i];
+    if (in.parts[0] == "wgmma") continue;
+    const bool stores = in.parts[0] == "st" || in.parts[0] == "red" || in.parts[0] == "stmatrix";
+    const auto look = [&](auto&& self, const Operand& o, bool written) -> void {
+      if (o.kind == Operand::Kind::reg && kept.contains(o.reg))
+        program->kept_uses[i].push_back({register_offset(o.reg), written});
+      const bool address = o.kind == Operand::Kind::address;
+      for (const Operand& item : o.items) self(self, item, written && !address);
+    };
+    for (size_t k = 0; k < in.operands.size(); ++k) look(look, in.operands[k], k == 0 && !stores);
+  }
+}
+
 std::unique_ptr<Program> Decoder::run() {
   lay_out_variables();
   const size_t n = kernel.instructions.size();
@@ -354,6 +375,7 @@ std::unique_ptr<Program> Decoder::run() {
   Decode d(*this, end, program->code[n]);
   d.taken_[0] = true;
   opcodes().at("ret")(d);
+  find_kept_uses();
   program->register_bytes = (top + 63) / 64 * 64;
   program->kernel = kernel;
   program->kernel.instructions.clear();
@@ -499,14 +521,13 @@ uint32_t Decode::branch_targets() const {
   return static_cast<uint32_t>(decoder_.flow[index].targets.size());
 }
 
-uint32_t Decode::local_offset(const ptx::Operand& o) const {
-  const auto found = decoder_.locals.find(o.name);
-  return o.kind == Operand::Kind::symbol && found != decoder_.locals.end() ? found->second : kNone;
-}
-
 uint64_t Decode::parameter_bytes() const { return decoder_.kernel.parameter_bytes; }
 
-void Decode::keep(const Operand&) {}  // every register has storage of its own
+// Every register has storage of its own; the checker wants to know where they are used.
+void Decode::keep(const Operand& o) {
+  if (o.kind == Operand::Kind::reg) decoder_.kept.insert(o.reg);
+  for (const Operand& item : o.items) keep(item);
+}
 
 void Decode::explain(Explain f) {
   decoder_.program->origins[static_cast<size_t>(&out - decoder_.program->code.data())].explain = f;
@@ -517,7 +538,6 @@ Decode::Address Decode::address(const Operand& o, Space space) {
   const Operand& base = o.items[0];
   Address a;
   a.offset = o.offset;
-  a.space = space;
   if (base.kind == Operand::Kind::reg) {
     const int bits = register_bits(base);
     const bool narrow = space == Space::shared || space == Space::local;
@@ -534,9 +554,7 @@ Decode::Address Decode::address(const Operand& o, Space space) {
       if (a.offset < 0 || a.offset > static_cast<int64_t>(decoder_.kernel.parameter_bytes))
         fail("outside of the parameters");
     } else {
-      const bool local = decoder_.locals.contains(base.name);
-      const bool narrow = local || decoder_.shared(base.name);
-      if (local && space == Space::param) a.space = Space::local;
+      const bool narrow = decoder_.shared(base.name) || decoder_.locals.contains(base.name);
       a.base = decoder_.symbol(in, base, narrow ? 32 : 64);
       a.wide = !narrow;
     }

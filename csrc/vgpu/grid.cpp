@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "vgpu/global_races.h"
+
 namespace tw::vgpu {
 
 namespace {
@@ -198,6 +200,9 @@ LaunchResult run_grid(const Program& program, Launch& launch, unsigned threads,
   launch.memory.add(
       {reinterpret_cast<uint64_t>(launch.parameters.data()), launch.parameters.size(), true});
   launch.memory.finish();
+  std::unique_ptr<GlobalRaces> races;
+  if (launch.check == Check::global) races = std::make_unique<GlobalRaces>(program, launch);
+  launch.global_races = races.get();
   return Runner(program, launch, threads).run(interrupted);
 }
 

@@ -45,7 +45,8 @@ class GlobalMap {
 struct Access {
   bool load = false, store = false;  // both: an atomic
   bool relaxed = false;  // volatile, relaxed, acquire, release or atomic: no data race by itself
-  const uint8_t* value = nullptr;  // store: what is written, 32 bytes apart per lane; null: unknown
+  const uint8_t* value = nullptr;  // store: what is written, by lane; null: unknown
+  uint32_t value_stride = 32;      // from one lane's value to the next
   bool async_proxy = false;
   uint32_t bytes = 0;  // per lane
   uint32_t lanes = 0;

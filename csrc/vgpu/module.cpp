@@ -13,7 +13,6 @@
 #include "vgpu/grid.h"
 #include "vgpu/number_binding.h"
 #include "vgpu/program.h"
-#include "vgpu/tensor_binding.h"
 
 namespace py = pybind11;
 
@@ -60,7 +59,8 @@ using Range = std::tuple<uint64_t, uint64_t, bool>;  // address, bytes, read-onl
 
 py::tuple launch(LoadedModule& module, const std::string& name, Shape grid, Shape block,
                  Shape cluster, uint32_t dynamic_shared, const py::bytes& parameters,
-                 const std::vector<Range>& memory, unsigned threads, bool reverse_warps) {
+                 const std::vector<Range>& memory, unsigned threads, bool reverse_warps,
+                 Check check) {
   const Program& program = module.program(name);
   Launch l;
   std::copy(grid.begin(), grid.end(), l.grid);
@@ -68,6 +68,7 @@ py::tuple launch(LoadedModule& module, const std::string& name, Shape grid, Shap
   std::copy(cluster.begin(), cluster.end(), l.cluster);
   l.dynamic_shared = dynamic_shared;
   l.reverse_warps = reverse_warps;
+  l.check = check;
   const std::string bytes = parameters;
   l.parameters.assign(bytes.begin(), bytes.end());
   for (const auto& [address, size, read_only] : memory) l.memory.add({address, size, read_only});
@@ -157,8 +158,12 @@ PYBIND11_MODULE(_vgpu, m) {
 #endif
   py::register_exception_translator(translate);
   bind_numbers(m);
-  bind_tensor_maps(m);
 
+  py::enum_<Check>(m, "Check")
+      .value("off", Check::off)
+      .value("on", Check::on)
+      .value("strict", Check::strict)
+      .value("global_", Check::global);
   py::class_<LoadedModule>(m, "Module")
       .def(py::init<const std::string&>(), py::arg("ptx"))
       .def_property_readonly("target", [](const LoadedModule& m) { return m.module().target; })
@@ -195,7 +200,7 @@ PYBIND11_MODULE(_vgpu, m) {
            })
       .def("launch", launch, py::arg("name"), py::arg("grid"), py::arg("block"), py::arg("cluster"),
            py::arg("dynamic_shared"), py::arg("parameters"), py::arg("memory"), py::arg("threads"),
-           py::arg("reverse_warps"));
+           py::arg("reverse_warps"), py::arg("check"));
 }
 
 }  // namespace tw::vgpu

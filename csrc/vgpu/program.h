@@ -213,6 +213,13 @@ struct Program {
   };
   std::vector<Origin> origins;
 
+  // Registers named by Decode::keep, where other instructions use them; by pc, empty if there are none.
+  struct RegisterUse {
+    uint32_t offset;
+    bool written;
+  };
+  std::vector<std::vector<RegisterUse>> kept_uses;
+
   ptx::Kernel kernel;  // parameters, launch bounds (instructions moved out)
   std::shared_ptr<const ptx::Module> module;
   std::shared_ptr<ModuleMemory> memory;
@@ -270,13 +277,10 @@ class Decode {
     bool wide = false;      // base has 64 bits
     int64_t offset = 0;
     bool parameter = false;  // names a kernel parameter: `offset` is in the parameter buffer
-    ptx::Space space =
-        ptx::Space::generic;  // as asked for; local for the .param variables of a call
   };
   Address address(const ptx::Operand& o, ptx::Space space);
 
   uint64_t parameter_bytes() const;
-  uint32_t local_offset(const ptx::Operand& o) const;  // of a local variable, or kNone
 
   // brx.idx: how many targets. The core puts their pcs into the pool; those of `bra` into imm.
   uint32_t branch_targets() const;

@@ -24,7 +24,6 @@ from trainwright.vgpu.errors import (
     UnsupportedError,
     VgpuError,
 )
-from trainwright.vgpu.tensor_map import tensor_map
 
 __all__ = [
     "AsyncError",
@@ -42,5 +41,4 @@ __all__ = [
     "UninitialisedError",
     "UnsupportedError",
     "VgpuError",
-    "tensor_map",
 ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +21,12 @@ except ImportError as error:  # pragma: no cover
         "pip install --no-build-isolation --editable '.[vgpu]' in the repository"
     ) from error
 
+CHECKS = {
+    False: _vgpu.Check.off,
+    True: _vgpu.Check.on,
+    "strict": _vgpu.Check.strict,
+    "global": _vgpu.Check.global_,
+}
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 
 Dimension = int | Sequence[int]
@@ -39,48 +44,36 @@ class LaunchReport:
 class Device:
     """A virtual GPU of one architecture.
 
-    ``with device:`` makes it the one that Triton compiles for and launches on: ``kernel[grid](...)`` runs there on CPU
-    tensors, as it would on a GPU.
-
     Args:
         arch: "sm_80", "sm_86", "sm_89", "sm_90" or "sm_90a". PTX for a later architecture is
             refused; architecture-specific PTX ("sm_90a") runs on exactly that one.
         threads: host threads that run blocks; default: the number of CPUs. With 1 the order of blocks is
             fixed, so floating-point atomics give the same bits each time.
+        check: what is looked for beside access out of bounds, misaligned access, mismatched barriers and
+            deadlock, which are always found. True: in shared memory, reads of what nobody wrote, data races,
+            asynchronous data touched before its wait and missing proxy fences; and wgmma registers touched in flight.
+            "strict": also f16 accumulators of wgmma, which Triton's code unpacks too early (the assembler copes).
+            "global": as True, and data races between blocks in global memory (slow). False: nothing more.
     """
 
-    def __init__(self, arch: str = "sm_90a", *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        arch: str = "sm_90a",
+        *,
+        threads: int | None = None,
+        check: bool | Literal["strict", "global"] = True,
+    ) -> None:
         if arch not in ARCHITECTURES:
             raise ValueError(f"Device: arch: expected {', '.join(ARCHITECTURES)}, got {arch!r}")
         if threads is not None and (not isinstance(threads, int) or threads < 1):
             raise ValueError(f"Device: threads: expected a positive int, got {threads!r}")
+        if check not in CHECKS or (isinstance(check, int) and not isinstance(check, bool)):
+            raise ValueError(
+                f"Device: check: expected True, False, 'strict' or 'global', got {check!r}"
+            )
         self.arch = arch
+        self.check = check
         self.threads = threads or os.cpu_count() or 1
-        self._memory: list[Memory] = []
-
-    def __enter__(self) -> Device:
-        from trainwright.vgpu import driver
-
-        driver.activate(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        from trainwright.vgpu import driver
-
-        driver.deactivate()
-
-    @contextlib.contextmanager
-    def memory(self, *memory: Memory) -> Iterator[None]:
-        """Memory that launches inside this context may touch beyond their arguments: tensors, or (address, bytes).
-
-        For kernels that find addresses in a table.
-        """
-        before = self._memory
-        self._memory = [*before, *memory]
-        try:
-            yield
-        finally:
-            self._memory = before
 
     def load_ptx(self, text: str) -> Module:
         """Parse a PTX module. Kernels are decoded at their first use.
@@ -156,7 +149,7 @@ class Module:
         """
         ranges: list[tuple[int, int, bool]] = []
         parameters = self._pack(name, args, ranges)
-        for item in (*self.device._memory, *memory):
+        for item in memory:
             ranges.append(_range("memory", item))
         required = self._native.required_cluster(name)
         shape = cluster if cluster is not None else (tuple(required) if required[0] else 1)
@@ -170,6 +163,7 @@ class Module:
             memory=ranges,
             threads=self.device.threads,
             reverse_warps=bool(reverse_warps),
+            check=CHECKS[self.device.check],
         )
         return LaunchReport(int(instructions), float(seconds))
 
