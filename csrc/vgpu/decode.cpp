@@ -154,7 +154,7 @@ void Decoder::lay_out_variables() {
         dynamic.push_back(&v);
       else
         program->shared.push_back({v.name, place(top_shared, v), v.bytes});
-    } else if (v.space == Space::local) {
+    } else if (v.space == Space::local || v.space == Space::param) {  // param: of a call
       locals[v.name] = place(top_local, v);
     }
   };
@@ -521,6 +521,11 @@ uint32_t Decode::branch_targets() const {
   return static_cast<uint32_t>(decoder_.flow[index].targets.size());
 }
 
+uint32_t Decode::local_offset(const ptx::Operand& o) const {
+  const auto found = decoder_.locals.find(o.name);
+  return o.kind == Operand::Kind::symbol && found != decoder_.locals.end() ? found->second : kNone;
+}
+
 uint64_t Decode::parameter_bytes() const { return decoder_.kernel.parameter_bytes; }
 
 // Every register has storage of its own; the checker wants to know where they are used.
@@ -538,6 +543,7 @@ Decode::Address Decode::address(const Operand& o, Space space) {
   const Operand& base = o.items[0];
   Address a;
   a.offset = o.offset;
+  a.space = space;
   if (base.kind == Operand::Kind::reg) {
     const int bits = register_bits(base);
     const bool narrow = space == Space::shared || space == Space::local;
@@ -554,7 +560,9 @@ Decode::Address Decode::address(const Operand& o, Space space) {
       if (a.offset < 0 || a.offset > static_cast<int64_t>(decoder_.kernel.parameter_bytes))
         fail("outside of the parameters");
     } else {
-      const bool narrow = decoder_.shared(base.name) || decoder_.locals.contains(base.name);
+      const bool local = decoder_.locals.contains(base.name);
+      const bool narrow = local || decoder_.shared(base.name);
+      if (local && space == Space::param) a.space = Space::local;
       a.base = decoder_.symbol(in, base, narrow ? 32 : 64);
       a.wide = !narrow;
     }

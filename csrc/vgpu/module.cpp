@@ -13,6 +13,7 @@
 #include "vgpu/grid.h"
 #include "vgpu/number_binding.h"
 #include "vgpu/program.h"
+#include "vgpu/tensor_binding.h"
 
 namespace py = pybind11;
 
@@ -158,6 +159,7 @@ PYBIND11_MODULE(_vgpu, m) {
 #endif
   py::register_exception_translator(translate);
   bind_numbers(m);
+  bind_tensor_maps(m);
 
   py::enum_<Check>(m, "Check")
       .value("off", Check::off)

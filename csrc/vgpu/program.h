@@ -277,10 +277,13 @@ class Decode {
     bool wide = false;      // base has 64 bits
     int64_t offset = 0;
     bool parameter = false;  // names a kernel parameter: `offset` is in the parameter buffer
+    ptx::Space space =
+        ptx::Space::generic;  // as asked for; local for the .param variables of a call
   };
   Address address(const ptx::Operand& o, ptx::Space space);
 
   uint64_t parameter_bytes() const;
+  uint32_t local_offset(const ptx::Operand& o) const;  // of a local variable, or kNone
 
   // brx.idx: how many targets. The core puts their pcs into the pool; those of `bra` into imm.
   uint32_t branch_targets() const;

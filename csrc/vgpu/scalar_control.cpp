@@ -1,5 +1,7 @@
 // Branches, exits, barriers of the block, fences, traps and calls.
 #include <atomic>
+#include <bit>
+#include <cstring>
 #include <string>
 #include <tuple>
 
@@ -63,23 +65,51 @@ void decode_trap(Decode& d) { d.run(run_trap, Class::control); }
 const Opcode trap("trap", decode_trap);
 const Opcode brkpt("brkpt", decode_trap);
 
-// Device functions are inlined by the compilers except for assert and printf. An assert that is
-// reached is a fault; the message lies in memory that the parameters of the call point to.
-Status run_call(Warp& w, const Instr& in) {
-  const std::string& text = w.program().origins[w.program().pc_of(in)].text;
-  const bool assertion = text.find("__assertfail") != std::string::npos;
-  w.fault(Fault::Kind::trap, in, std::countr_zero(w.exec),
-          assertion ? "an assertion of the kernel failed"
-                    : "device-side printf is not supported: this call would print");
+// Device functions are inlined by the compilers, except for assert and printf. An assert that is reached is
+// a fault: __assertfail(message, file, line, function, character size). op: local offsets of the arguments.
+std::string text_at(Warp& w, uint64_t address) {
+  std::string text;
+  for (; text.size() < 500 && w.block().launch().memory.find(address, 1); ++address) {
+    const char c = *reinterpret_cast<const char*>(address);
+    if (!c) return text;
+    text += c;
+  }
+  return "?";
+}
+Status run_assertfail(Warp& w, const Instr& in) {
+  const int lane = std::countr_zero(w.exec);
+  const auto argument = [&]<class T>(uint32_t i, T value) {
+    std::memcpy(&value, w.local_memory(lane) + in.op[i], sizeof value);
+    return value;
+  };
+  w.fault(Fault::Kind::trap, in, lane,
+          "assertion failed: " + text_at(w, argument(0, uint64_t{})) + " (" +
+              text_at(w, argument(1, uint64_t{})) + ":" + std::to_string(argument(2, uint32_t{})) +
+              ", " + text_at(w, argument(3, uint64_t{})) + ")");
+}
+Status run_printf(Warp& w, const Instr& in) {
+  w.fault(Fault::Kind::trap, in, std::countr_zero(w.exec), "device-side printf is not supported");
 }
 void decode_call(Decode& d) {
   d.take("uni");
   std::string callee;
-  for (const ptx::Operand& o : d.in.operands)
+  const ptx::Operand* arguments = nullptr;
+  for (const ptx::Operand& o : d.in.operands) {
     if (o.kind == ptx::Operand::Kind::symbol && callee.empty()) callee = o.name;
-  if (callee != "__assertfail" && callee != "vprintf")
+    if (o.kind == ptx::Operand::Kind::list && !callee.empty()) arguments = &o;
+  }
+  if (callee == "__assertfail") {
+    if (!arguments || arguments->items.size() != 5) d.fail("__assertfail has five arguments");
+    for (size_t i = 0; i < 4; ++i) {
+      d.out.op[i] = d.local_offset(arguments->items[i]);
+      if (d.out.op[i] == kNone) d.fail("the arguments are not .param variables");
+    }
+    d.run(run_assertfail, Class::control);
+  } else if (callee == "vprintf") {
+    d.run(run_printf, Class::control);
+  } else {
     d.fail("call of '" + callee + "': functions that are not inlined are not supported");
-  d.run(run_call, Class::control);
+  }
 }
 const Opcode call("call", decode_call);
 

@@ -166,7 +166,7 @@ template<bool load>
 void decode_access(Decode& d) {
   const bool ordered = take_ordering(d);
   if (ordered && load) d.flag(Instr::kPolls);
-  const Space space = d.take_space();
+  const Space named_space = d.take_space();
   const bool policy = take_cache_hints(d);
   if (policy)
     d.expect_operands(3, 3);
@@ -176,9 +176,10 @@ void decode_access(Decode& d) {
   for (const uint32_t n : {2u, 4u, 8u})
     if (d.take("v" + std::to_string(n))) vector = n;
   const Type type = d.take_type();
-  if (!load && space == Space::constant) d.fail("constant memory is read-only");
+  if (!load && named_space == Space::constant) d.fail("constant memory is read-only");
 
-  const Decode::Address address = d.address(d.operand(load ? 1 : 0), space);
+  const Decode::Address address = d.address(d.operand(load ? 1 : 0), named_space);
+  const Space space = address.space;
   const Operand& data = d.operand(load ? 0 : 1);
   set_address(d.out, 0, address);
   if (!load && address.parameter) d.fail("kernel parameters are read-only");

@@ -1,18 +1,14 @@
 """Number formats of the virtual GPU against exact rationals and against torch's casts."""
 
 import math
-import subprocess
-import sysconfig
 from fractions import Fraction
-from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+numbers = pytest.importorskip("trainwright._vgpu", reason="_vgpu is not built")
+
 # exponent bits, mantissa bits, low bits of the register that do not count, has infinities
 FORMATS = {
     "f16": (5, 10, 0, True),
@@ -34,26 +30,6 @@ TORCH = {
     "e5m2": torch.float8_e5m2,
 }
 MODES = ["rn", "rz", "rm", "rp", "rna"]
-
-
-@pytest.fixture(scope="session")
-def numbers(tmp_path_factory):
-    pybind11 = pytest.importorskip("pybind11")
-    folder = tmp_path_factory.mktemp("numbers")
-    module = folder / f"numbers{EXTENSION_SUFFIXES[0]}"
-    (folder / "module.cpp").write_text(
-        '#include "vgpu/number_binding.h"\nPYBIND11_MODULE(numbers, m) { tw::vgpu::bind_numbers(m); }\n'
-    )
-    subprocess.run(
-        ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off",
-         f"-I{CSRC}", f"-I{sysconfig.get_paths()['include']}", f"-isystem{pybind11.get_include()}",
-         str(folder / "module.cpp"), str(CSRC / "vgpu/number_binding.cpp"), "-o", str(module)],
-        check=True,
-    )  # fmt: skip
-    spec = spec_from_file_location("numbers", module)
-    loaded = module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 # ---- the reference: exact rationals
@@ -145,7 +121,7 @@ def same(fmt, got, want, context):
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f not in ("f32", "f64")])
-def test_widen_is_exact(numbers, fmt):
+def test_widen_is_exact(fmt):
     bits = np.arange(1 << 16 if fmt in ("f16", "bf16") else 1 << 8, dtype=np.uint64)
     if fmt == "tf32":
         bits = samples(fmt, 2000, 1)
@@ -159,7 +135,7 @@ def test_widen_is_exact(numbers, fmt):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f != "f64"])
-def test_narrow_rounds_as_the_mode_says(numbers, fmt, mode):
+def test_narrow_rounds_as_the_mode_says(fmt, mode):
     rng = np.random.default_rng(7)
     numbers_of = numbers.widen(fmt, samples(fmt, 150, 3))
     numbers_of = numbers_of[np.isfinite(numbers_of)]
@@ -182,7 +158,7 @@ def test_narrow_rounds_as_the_mode_says(numbers, fmt, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f != "f64"])
-def test_narrow_of_infinities_and_nan(numbers, fmt, mode):
+def test_narrow_of_infinities_and_nan(fmt, mode):
     sign, infinity, largest = sizes(fmt)[3:]
     x = np.array([np.inf, -np.inf, np.nan, -np.nan])
     top = infinity or largest
@@ -192,7 +168,7 @@ def test_narrow_of_infinities_and_nan(numbers, fmt, mode):
 
 
 @pytest.mark.parametrize("fmt", TORCH)
-def test_narrow_agrees_with_torch(numbers, fmt):
+def test_narrow_agrees_with_torch(fmt):
     rng = np.random.default_rng(5)
     bits = rng.integers(0, 2**32, 200_000, dtype=np.uint64).astype(np.uint32)
     near = rng.standard_normal(200_000).astype(np.float32) * 4
@@ -208,7 +184,7 @@ def test_narrow_agrees_with_torch(numbers, fmt):
 
 @pytest.mark.parametrize("mode", MODES[:4])
 @pytest.mark.parametrize("fmt", ["f16", "bf16", "f32", "f64"])
-def test_integers_to_numbers(numbers, fmt, mode):
+def test_integers_to_numbers(fmt, mode):
     rng = np.random.default_rng(11)
     x = rng.integers(0, 2**64, 300, dtype=np.uint64) >> rng.integers(0, 64, 300, dtype=np.uint64)
     x = np.concatenate([x, np.array([0, 1, 2**53 + 1, 2**63, 2**64 - 1, 2**64 - 1025], np.uint64)])
@@ -221,7 +197,7 @@ def test_integers_to_numbers(numbers, fmt, mode):
 
 @pytest.mark.parametrize("mode", MODES[:4])
 @pytest.mark.parametrize("kind", ["s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64"])
-def test_numbers_to_integers(numbers, kind, mode):
+def test_numbers_to_integers(kind, mode):
     width = int(kind[1:])
     low, high = (-(2 ** (width - 1)), 2 ** (width - 1) - 1) if kind[0] == "s" else (0, 2**width - 1)
     x = [0.0, 0.5, 1.5, 2.5, -0.5, -1.5, -0.75, 0.75, 1e300, -1e300, math.inf, -math.inf]
@@ -313,7 +289,7 @@ def exact_root(fmt, mode, x, negative):
 @pytest.mark.parametrize("mode", MODES[:4])
 @pytest.mark.parametrize("fmt", ["f32", "f16", "bf16", "f64"])
 @pytest.mark.parametrize("op", ["add", "mul", "fma", "div", "sqrt"])
-def test_arithmetic_is_exact_then_rounded(numbers, op, fmt, mode):
+def test_arithmetic_is_exact_then_rounded(op, fmt, mode):
     a, b, c = (samples(fmt, 400, seed) for seed in (1, 2, 3))
     rng = np.random.default_rng(4)
     b, c = rng.permutation(b), rng.permutation(c)
@@ -334,7 +310,7 @@ def test_arithmetic_is_exact_then_rounded(numbers, op, fmt, mode):
 
 @pytest.mark.parametrize("fmt", ["f32", "f16"])
 @pytest.mark.parametrize("mode", MODES[:4])
-def test_ftz_flushes_inputs_and_outputs(numbers, fmt, mode):
+def test_ftz_flushes_inputs_and_outputs(fmt, mode):
     a, b, c = (samples(fmt, 200, seed) for seed in (1, 2, 3))
     b, c = b[::-1].copy(), np.roll(c, 17)
 
@@ -353,7 +329,7 @@ def test_ftz_flushes_inputs_and_outputs(numbers, fmt, mode):
 
 
 @pytest.mark.parametrize("fmt", ["f16", "bf16", "f32", "tf32", "e4m3", "e5m2"])
-def test_relu_and_sat(numbers, fmt):
+def test_relu_and_sat(fmt):
     bits = samples(fmt, 300, 9)
     relu, sat = (numbers.modifier(name, fmt, bits).tolist() for name in ("relu", "sat"))
     for b, r, s in zip(bits.tolist(), relu, sat):
@@ -365,7 +341,7 @@ def test_relu_and_sat(numbers, fmt):
             assert value(fmt, s) == min(max(x, 0), 1) and not is_negative(fmt, s)
 
 
-def test_min_and_max(numbers):
+def test_min_and_max():
     def pick(largest, nan_wins, a, b):
         x = numbers.extreme(largest, nan_wins, a, b)
         return "nan" if x != x else str(x)

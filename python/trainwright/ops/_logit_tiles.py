@@ -32,7 +32,8 @@ PARTS_16_BITS = 96  # the same, where fp32 sums (and tiles, mostly) are large be
 # Columns come in multiples of 64, rows are at least that: narrower products run far below the machine's rate, and
 # with AMX one of 523 columns takes four times as long as one of 512.
 STEP = 64
-MAX_TILE = 1 << 25  # elements; larger tiles are no faster
+# Elements: smaller tiles cost more in calls than they save (1 MiB of fp32, in a cache), larger ones are no faster.
+MIN_TILE, MAX_TILE = 1 << 18, 1 << 25
 
 Needs = list[bool]  # gradients wanted for hidden, weight, bias
 
@@ -110,8 +111,8 @@ def _tiles(
     """Walks the vocabulary: (first column, rows of the weight, logits), every tile in the same memory."""
     n, V = len(h), len(weight)
     parts = PARTS_COLUMNS if h.dtype == acc_dtype(h.dtype) else PARTS_16_BITS
-    columns = max(min(V // parts, MAX_TILE // max(n, 1)) // STEP * STEP, STEP)
-    columns = min(columns, max(V // 2, 1))
+    columns = min(max(V // parts, MIN_TILE // max(n, 1)), MAX_TILE // max(n, 1)) // STEP * STEP
+    columns = min(max(columns, STEP), max(V // 2, 1))
     buffer = h.new_empty(n * columns, dtype=products.tile_dtype)
     for first in range(0, V if n else 0, columns):
         w = weight[first : first + columns]
@@ -174,13 +175,15 @@ def backward(
 
 
 def _rows_per_tile(n: int, V: int) -> int:
-    """Rows of a tile of all columns."""
-    return min(n // PARTS, max(MAX_TILE // V, STEP))
+    """Rows of a tile of all columns; all tiles but the last have as many."""
+    most = max(min(max(n // PARTS, MIN_TILE // V), max(MAX_TILE // V, STEP), n // 2), 1)
+    tiles = max(-(-n // most), 1)
+    return -(-n // tiles)
 
 
 def walks_rows(hidden: Tensor, n: int, V: int) -> bool:
     """Whether a scalar loss makes its gradients in forward: many rows, gradients that are their own accumulators."""
-    return _rows_per_tile(n, V) >= STEP and hidden.dtype == acc_dtype(hidden.dtype)
+    return n >= PARTS * STEP and hidden.dtype == acc_dtype(hidden.dtype)
 
 
 @_plain

@@ -24,6 +24,7 @@ from trainwright.vgpu.errors import (
     UnsupportedError,
     VgpuError,
 )
+from trainwright.vgpu.tensor_map import tensor_map
 
 __all__ = [
     "AsyncError",
@@ -41,4 +42,5 @@ __all__ = [
     "UninitialisedError",
     "UnsupportedError",
     "VgpuError",
+    "tensor_map",
 ]

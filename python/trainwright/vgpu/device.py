@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,6 +45,9 @@ class LaunchReport:
 class Device:
     """A virtual GPU of one architecture.
 
+    ``with device:`` makes it the one that Triton compiles for and launches on: ``kernel[grid](...)`` runs there on CPU
+    tensors, as it would on a GPU.
+
     Args:
         arch: "sm_80", "sm_86", "sm_89", "sm_90" or "sm_90a". PTX for a later architecture is
             refused; architecture-specific PTX ("sm_90a") runs on exactly that one.
@@ -74,6 +78,31 @@ class Device:
         self.arch = arch
         self.check = check
         self.threads = threads or os.cpu_count() or 1
+        self._memory: list[Memory] = []
+
+    def __enter__(self) -> Device:
+        from trainwright.vgpu import driver
+
+        driver.activate(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        from trainwright.vgpu import driver
+
+        driver.deactivate()
+
+    @contextlib.contextmanager
+    def memory(self, *memory: Memory) -> Iterator[None]:
+        """Memory that launches inside this context may touch beyond their arguments: tensors, or (address, bytes).
+
+        For kernels that find addresses in a table.
+        """
+        before = self._memory
+        self._memory = [*before, *memory]
+        try:
+            yield
+        finally:
+            self._memory = before
 
     def load_ptx(self, text: str) -> Module:
         """Parse a PTX module. Kernels are decoded at their first use.
@@ -149,7 +178,7 @@ class Module:
         """
         ranges: list[tuple[int, int, bool]] = []
         parameters = self._pack(name, args, ranges)
-        for item in memory:
+        for item in (*self.device._memory, *memory):
             ranges.append(_range("memory", item))
         required = self._native.required_cluster(name)
         shape = cluster if cluster is not None else (tuple(required) if required[0] else 1)

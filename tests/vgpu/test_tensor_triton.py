@@ -1,0 +1,169 @@
+"""What Triton's compiler makes of matmul and attention, run on the virtual GPU: sm_80 (cp.async, ldmatrix, mma.sync)
+and sm_90 (TMA, mbarrier, wgmma, stmatrix), against float64."""
+
+import math
+
+import pytest
+import torch
+
+vgpu = pytest.importorskip("trainwright.vgpu", reason="_vgpu is not built")
+pytest.importorskip("triton")
+
+from vgpu import triton_kernels as kernels  # noqa: E402
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(params=["sm_80", "sm_90a"])
+def device(request):
+    return vgpu.Device(request.param, threads=2)
+
+
+def operands(dtype, m, n, k):
+    torch.manual_seed(0)
+    if dtype in (torch.int8, torch.uint8):
+        low, high = (-128, 128) if dtype is torch.int8 else (0, 256)
+        return (torch.randint(low, high, s, dtype=torch.int32).to(dtype) for s in ((m, k), (k, n)))
+    return torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+
+
+def named(a, b, c, m, n, k):
+    return {"a": a, "b": b, "c": c, "M": m, "N": n, "K": k}
+
+
+def exactly(x):
+    """As float64; a tensor core drops the low 13 bits of a float."""
+    if x.dtype == torch.float32:
+        x = (x.view(torch.int32) & -8192).view(torch.float32)
+    return x.double()
+
+
+# A sum is rounded once for each 8 to 32 elements of k: up to K / 8 roundings of the accumulator's type.
+MATMULS = [
+    # type, accumulator, result, transposed a, b, relative error of the accumulator
+    (torch.bfloat16, "float32", torch.float32, False, False, 2**-22),
+    (torch.float16, "float32", torch.float32, False, False, 2**-22),
+    (torch.float16, "float16", torch.float16, False, False, 2**-9),
+    (torch.float32, "float32", torch.float32, False, False, 2**-21),
+    (torch.int8, "int32", torch.int32, False, False, 0),
+    (torch.float8_e5m2, "float32", torch.float32, False, False, 2**-22),
+    (torch.float8_e4m3fn, "float32", torch.float32, False, False, 2**-22),
+    (torch.float64, "float64", torch.float64, False, False, 2**-50),
+    (torch.bfloat16, "float32", torch.float32, True, False, 2**-22),
+    (torch.bfloat16, "float32", torch.float32, False, True, 2**-22),
+    (torch.float16, "float32", torch.float32, True, True, 2**-22),
+    (torch.float32, "float32", torch.float32, True, True, 2**-21),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, acc, result, a_transposed, b_transposed, error", MATMULS)
+def test_matmul(device, dtype, acc, result, a_transposed, b_transposed, error):
+    if device.arch == "sm_80" and dtype is torch.float8_e4m3fn:
+        pytest.skip("sm_80 has no e4m3")
+    m, n, k = 208, 128, 160
+    a, b = operands(dtype, m, n, k)
+    c = torch.zeros(m, n, dtype=result)
+    stored = [x.T.contiguous() if t else x for x, t in ((a, a_transposed), (b, b_transposed))]
+    constants = {
+        "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed, "ACC": acc, "BM": 64, "BN": 64,
+        "BK": 32 if dtype is torch.float64 else 64,
+    }  # fmt: skip
+    compiled, _ = kernels.launch(device, "matmul", (4, 2), named(*stored, c, m, n, k), constants)
+    x, y = exactly(a), exactly(b)
+    bound = (x.abs() @ y.abs()) * error
+    assert ((c.double() - x @ y).abs() <= bound).all()
+    instruction = (
+        "mma.sync" if device.arch == "sm_80" or dtype is torch.float64 else "wgmma.mma_async"
+    )
+    assert instruction in compiled.ptx
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "warps reversed"])
+@pytest.mark.parametrize("warps, tile", [(4, 64), (8, 128)])
+def test_matmul_with_more_warps(device, warps, tile, reverse):
+    a, b = operands(torch.bfloat16, 144, 144, 96)
+    c = torch.zeros(144, 144)
+    constants = {
+        "A_TRANSPOSED": False,
+        "B_TRANSPOSED": False,
+        "ACC": "float32",
+        "BM": tile,
+        "BN": tile,
+        "BK": 32,
+    }
+    grid = (math.ceil(144 / tile), math.ceil(144 / tile))
+    kernels.launch(
+        device,
+        "matmul",
+        grid,
+        named(a, b, c, 144, 144, 96),
+        constants,
+        warps=warps,
+        reverse_warps=reverse,
+    )
+    torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "warps reversed"])
+@pytest.mark.parametrize("tile", [64, 128])
+def test_matmul_through_device_made_descriptors(device, tile, reverse):
+    m, n, k = 208, 144, 160  # partial tiles in every direction
+    a, b = operands(torch.bfloat16, m, n, k)
+    c = torch.zeros(m, n, dtype=torch.bfloat16)
+    grid = (math.ceil(m / tile), math.ceil(n / tile))
+    constants = {"BM": tile, "BN": tile, "BK": 64}
+    compiled, _ = kernels.launch(
+        device,
+        "matmul_descriptor",
+        grid,
+        named(a, b, c, m, n, k),
+        constants,
+        reverse_warps=reverse,
+    )
+    want = a.double() @ b.double()
+    assert ((c.double() - want).abs() <= 2**-8 * want.abs() + 1e-4).all()
+    assert ("cp.async.bulk.tensor" in compiled.ptx) == (device.arch == "sm_90a")
+
+
+def test_matmul_through_host_made_descriptors():
+    device = vgpu.Device("sm_90a", threads=2)
+    m, n, k = 208, 144, 160
+    a, b = operands(torch.bfloat16, m, n, k)
+    c = torch.zeros(m, n, dtype=torch.bfloat16)
+    tile = "tensordesc<bf16[64, 64]>"
+    types = (("a_tiles", tile), ("b_tiles", tile), ("c_tiles", tile), ("K", "i32"))
+    constants = (("BM", 64), ("BN", 64), ("BK", 64))
+    compiled = kernels.compiled("matmul_host_descriptor", 90, types, constants, 4, 3)
+    # A descriptor becomes the tensor map, its shape and its strides.
+    arguments = []
+    for tensor in (a, b, c):
+        arguments += [
+            vgpu.tensor_map(tensor, (64, 64), swizzle=128),
+            *tensor.shape,
+            *tensor.stride(),
+        ]
+    module = device.load_ptx(compiled.ptx)
+    module.launch(compiled.name, (4, 3), 128, (*arguments, k, 0, 0), smem=compiled.shared,
+                  memory=(a, b, c))  # fmt: skip
+    want = a.double() @ b.double()
+    assert ((c.double() - want).abs() <= 2**-8 * want.abs() + 1e-4).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_attention(device, causal, dtype):
+    s, d = 208, 64
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(s, d).to(dtype) for _ in range(3))
+    out, lse = torch.zeros(s, d, dtype=dtype), torch.zeros(s)
+    constants = {"CAUSAL": causal, "D": d, "BM": 64, "BN": 64}
+    args = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "S": s, "scale": d**-0.5}
+    kernels.launch(device, "attention", (4,), args, constants)
+    score = q.double() @ k.double().T * d**-0.5
+    if causal:
+        score = score.masked_fill(~torch.ones(s, s, dtype=torch.bool).tril(), -math.inf)
+    unit = torch.finfo(dtype).eps
+    want = score.softmax(-1) @ v.double()
+    # P and the result are rounded to the type: half a unit each, P relative to the row's largest value.
+    assert ((out.double() - want).abs() <= unit * v.double().abs().max()).all()
+    torch.testing.assert_close(lse.double() * math.log(2), score.logsumexp(-1), rtol=0, atol=2e-6)
