@@ -1,12 +1,13 @@
-"""What data parallel verifies: equal layouts on all ranks, and that no parameter was replaced after wrapping."""
+"""What data parallel verifies: equal layouts on all ranks; no parameter replaced, or left without a gradient."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainwright.parallel._wire import Wire
 from trainwright.parallel.errors import CollectiveError, LayoutError
@@ -54,9 +55,30 @@ def one_device(found: list[Place]) -> torch.device:
     return device
 
 
-def writable(grad: Tensor) -> bool:
-    """Whether each element has its own memory (an expanded gradient has not)."""
-    return all(n <= 1 or s for n, s in zip(grad.shape, grad.stride()))
+def unused_error(
+    names: Sequence[str], ranks: Sequence[int], used: Sequence[bytes], weights: Sequence[float]
+) -> RuntimeError | None:
+    """The error for parameters without a gradient. Ranks of weight 0 have nothing to say.
+
+    Args:
+        names: per slot.
+        ranks: global rank of each rank of the group.
+        used: per rank, a byte per slot, 0 if it got no gradient.
+        weights: per rank.
+    """
+    missing = []
+    for slot in reversed(range(len(names))):  # in order of registration
+        without = [ranks[r] for r, u in enumerate(used) if weights[r] and not u[slot]]
+        if without:
+            missing.append((names[slot], without))
+    if not missing:
+        return None
+    shown = ", ".join(f"{name} (rank {', '.join(map(str, r))})" for name, r in missing[:8])
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    return RuntimeError(
+        f"DataParallel: no gradient for {shown}{more} in this backward. Use every parameter in the loss,"
+        ' freeze those that are not with requires_grad_(False), or choose unused="zero" or unused="skip"'
+    )
 
 
 def compare_layouts(wire: Wire, layout: FlatLayout, timeout: float, *, moment: str) -> None:

@@ -1,16 +1,9 @@
 """The thread that moves buckets: pack, send, sum, gather, unpack, in one order on all ranks, beside the backward.
 
-A bucket is a generator that yields at each collective:
-
-    pack gradients into `flat`   ->  all-to-all: rank j gets part j of every rank's bucket
-    sum the W parts in rank order -> all-gather of the sums
-    unpack into the gradients
-
-A bucket that is one contiguous gradient is exchanged where it lies: nothing is packed or unpacked.
-
-The driver runs the pure CPU parts and never blocks on one bucket while another could move: a generator is resumed
-when its collective is done and no earlier bucket waits in the same phase. So each channel sees its collectives in
-bucket order.
+What happens to a bucket is a generator that yields at each collective (see `_averaging`). The driver issues the
+collectives, runs what lies between them, and never blocks on one bucket while another could move: a generator is
+resumed when its collective is done and no earlier bucket waits in the same phase. So each channel sees its
+collectives in bucket order.
 """
 
 from __future__ import annotations
@@ -26,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.parallel._job import Job, Pool, Round, run_op
+from trainwright.parallel._averaging import Averaging, Collective
+from trainwright.parallel._job import Job, Round
 from trainwright.parallel._watch import Position, Watch
 from trainwright.parallel._wire import Wire
 from trainwright.parallel.errors import CollectiveError
@@ -44,6 +38,8 @@ class _Ticket:
         self.position = position
         self.done = False
         self.error: str | None = None
+        self.words: Any = None  # of this rank ...
+        self.told: Any = None  # ... and of all ranks, in a header or footer
 
 
 class Driver:
@@ -60,11 +56,11 @@ class Driver:
         check_layouts: Callable[[], None],
     ) -> None:
         self._wire = wire
-        self._wire_dtype = wire_dtype
-        self._ordered = ordered
+        self._averaging = Averaging(
+            wire.world, wire.rank, device, wire_dtype=wire_dtype, ordered=ordered
+        )
         self._timeout = timeout
         self._check_layouts = check_layouts
-        self._pool = Pool(device)
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._cond = threading.Condition()
@@ -107,7 +103,7 @@ class Driver:
         assert self._round is not None
         self._round.jobs.append(job)
         if self._wire.world == 1:
-            for _ in self._steps(job, self._round):
+            for _ in self._averaging.steps(job, self._round):
                 raise AssertionError("nothing is sent by a single rank")
             return
         if self._stream is not None:
@@ -212,67 +208,25 @@ class Driver:
                 self._thread.join(2.0)
         self._wire.close()
 
-    # ---- one bucket
+    # ---- collectives
 
-    def _steps(self, job: Job, r: Round) -> Iterator[Any]:
-        bucket, world = job.bucket, self._wire.world
-        own = getattr(torch, bucket.dtype)
-        back = own  # dtype of the averages on the wire
-        if self._wire_dtype is not None and own in (torch.float32, torch.float64):
-            send_dtype = back = self._wire_dtype
-        elif own in (torch.bfloat16, torch.float16) and not r.raw:
-            send_dtype = torch.float32
-        else:
-            send_dtype = own
-        n = bucket.numel + bucket.padding
-        flat, place = job.sums, None
-        if flat is None:
-            place = job.in_place(send_dtype)
-            flat = self._pool.take(n, send_dtype) if place is None else place
-            job.pack(flat, r.scale, nothing=not r.weight)
-        if world == 1:
-            job.unpack(flat, r.inverse)
-        elif n == 0:
-            pass
-        elif self._ordered or 2 in (send_dtype.itemsize, back.itemsize):
-            yield from self._ordered_sum(job, r, flat, send_dtype, back)
-        else:
-            yield self._issue("all-reduce", flat, lambda c: c.all_reduce(flat), bucket, 0)
-            job.unpack(flat, r.inverse)
-        if place is None:
-            self._pool.give(flat)
-
-    def _ordered_sum(
-        self, job: Job, r: Round, flat: Tensor, send_dtype: torch.dtype, back: torch.dtype
-    ) -> Iterator[Any]:
-        bucket, world, n = job.bucket, self._wire.world, flat.numel()
-        send = flat
-        if flat.dtype != send_dtype:
-            send = self._pool.take(n, send_dtype)
-            send.copy_(flat)
-        part, rank = n // world, self._wire.rank
-        full = send if send_dtype == back else self._pool.take(n, back)
-        mine = full[rank * part : (rank + 1) * part]
-        theirs = self._pool.take(n, send_dtype)
-        yield self._issue("all-to-all", send, lambda c: c.all_to_all(theirs, send), bucket, 0)
-        parts = list(theirs.view(world, part))
-        parts[rank] = send[rank * part : (rank + 1) * part]
-        run_op("ordered_sum", mine, parts, r.inverse, None)
-        yield self._issue("all-gather", full, lambda c: c.all_gather(full, mine), bucket, 1)
-        job.unpack(full, 1.0)
-        self._pool.give(
-            theirs, *(t for t in {id(send): send, id(full): full}.values() if t is not flat)
-        )
-
-    def _issue(
-        self, operation: str, x: Tensor, start: Callable[[Any], Any], bucket: Bucket, phase: int
-    ) -> _Ticket:
+    def _issue(self, collective: Collective, bucket: Bucket, phase: int) -> _Ticket:
         assert self._round is not None
+        operation, x, start = collective
         share = (self._wire.world - 1) / self._wire.world * (2 if operation == "all-reduce" else 1)
         self._round.sent_bytes += int(x.numel() * x.element_size() * share)
         doing = f"bucket {bucket.index}, {operation} of {x.numel()} elements"
         channel = self._wire.gather if phase else self._wire.scatter
         return self._start(start, channel, doing, bucket.index, operation)
+
+    def _tell(self, words: Tensor, doing: str) -> _Ticket:
+        """Start to exchange a small CPU tensor; `told` of the ticket, (W, len(words)), will have that of every rank."""
+        told = words.new_empty(self._wire.world, len(words))
+        ticket = self._start(
+            lambda c: c.all_gather(told.view(-1), words), self._wire.control, doing, None, "all-gather"
+        )  # fmt: skip
+        ticket.words, ticket.told = words, told
+        return ticket
 
     def _start(
         self,
@@ -355,29 +309,19 @@ class Driver:
         if isinstance(item, Job):
             if self._stream is not None:
                 self._stream.wait_event(item.ready)
-            self._advance(self._steps(item, r), item, 0)
+            self._advance(self._averaging.steps(item, r), item, 0)
         elif item == "header":
-            send = torch.tensor(r.words(), dtype=torch.int64)
-            self._header_out = torch.empty(self._wire.world * len(send), dtype=torch.int64)
-            self._header = self._start(
-                lambda c: c.all_gather(self._header_out, send),
-                self._wire.control, "header", None, "all-gather",
-            )  # fmt: skip
-            self._header_in = send
+            self._header = self._tell(torch.tensor(r.words(), dtype=torch.int64), "header")
         else:
-            send = torch.frombuffer(bytearray(item), dtype=torch.uint8)
-            self._footer_out = torch.empty(self._wire.world * len(send), dtype=torch.uint8)
-            self._footer = self._start(
-                lambda c: c.all_gather(self._footer_out, send),
-                self._wire.control, "footer", None, "all-gather",
-            )  # fmt: skip
-            self._footer_in = send
+            self._footer = self._tell(
+                torch.frombuffer(bytearray(item), dtype=torch.uint8), "footer"
+            )
 
     def _take_header(self) -> None:
         ticket, self._header = self._header, None
         assert ticket is not None and self._round is not None
         self._check(ticket)
-        header = self._header_out.view(self._wire.world, -1).tolist()
+        header = ticket.told.tolist()
         if any(row[3] != header[0][3] for row in header):
             self._check_layouts()
         self._round.agree(header)
@@ -386,9 +330,7 @@ class Driver:
         ticket, self._footer = self._footer, None
         assert ticket is not None and self._round is not None
         self._check(ticket)
-        self._round.footer = [
-            bytes(r) for r in self._footer_out.view(self._wire.world, -1).tolist()
-        ]
+        self._round.footer = [bytes(words) for words in ticket.told.tolist()]
         self._count_down()
 
     def _resume(self, phase: int) -> None:
@@ -396,8 +338,9 @@ class Driver:
         self._check(ticket)
         self._advance(steps, job, phase + 1)
 
-    def _advance(self, steps: Iterator[_Ticket], job: Job, phase: int) -> None:
-        for ticket in steps:
+    def _advance(self, steps: Iterator[Collective], job: Job, phase: int) -> None:
+        for collective in steps:
+            ticket = self._issue(collective, job.bucket, phase)
             if not ticket.done or self._stream is None:
                 self._phases[phase].append((steps, ticket, job))
                 return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.parallel._driver import Driver
 from trainwright.parallel.layout import FlatLayout
@@ -82,7 +82,7 @@ class Sums:
     """The microbatches of one accumulation so far: per bucket sum(weight x gradient), and sum(weight)."""
 
     def __init__(self) -> None:
-        self.done = 0
+        self.done = 0  # microbatches
         self.drop()
 
     def drop(self) -> None:
@@ -90,6 +90,22 @@ class Sums:
         self.flat: dict[int, Tensor] = {}
         self.weight = 0.0
         self.base: dict[int, Tensor] = {}  # gradients from before the accumulation, by parameter
+
+    def enter(self, i: int, n: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Microbatch `i` of `n` begins; the first sets the gradients from before aside."""
+        if i == 0:
+            self.drop()
+            if n > 1:
+                for index, p in enumerate(parameters):
+                    if p.grad is not None:
+                        self.base[index], p.grad = p.grad, None
+        elif i != self.done:
+            raise ValueError(
+                f"DataParallel: accumulate: i: expected {self.done} (microbatches come in order), got {i}"
+            )
+
+    def leave(self, i: int, n: int) -> None:
+        self.done = i + 1 if i + 1 < n else 0
 
     def start(self, plan: Plan, driver: Driver) -> None:
         self.plan = plan

@@ -3,7 +3,7 @@
 Autograd calls `_on_grad` each time a gradient has been accumulated into a parameter. A bucket is launched when all
 its parameters have had as many such calls as in the step before, and never before the bucket in front of it, so that
 all ranks launch the same sequence. When the outermost backward ends, a callback of the engine launches what is left,
-exchanges a footer (which parameters had a gradient), waits for the averages and applies the `unused` policy, all
+exchanges footers (which parameters had a gradient), waits for the averages and applies the `unused` policy, all
 inside the `loss.backward()` that started it.
 """
 
@@ -18,24 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.parallel import _checks
+from trainwright.parallel import _checks, _gradients
 from trainwright.parallel._driver import Driver
+from trainwright.parallel._footer import Footer
 from trainwright.parallel._job import Job, Round
 from trainwright.parallel._replicas import BufferSync
 from trainwright.parallel._step import Backward, Plan, StepStats, Sums, wide
 from trainwright.parallel._wire import Wire
-from trainwright.parallel.layout import FlatLayout, Piece
+from trainwright.parallel.layout import FlatLayout
 
 __all__ = ["Reducer", "StepStats"]
 
-USED, LATE = 1, 2  # bits of a parameter's byte in the footer
-# Footer: whether a hook ran, whether buffers changed, a byte per parameter, then the order of the buckets.
-_HEAD = 2
-
 _task_id = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
-_storage_uses = torch._C._storage_Use_Count
-ALONE = 2  # uses of a storage that one tensor and the storage's own Python object have
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
@@ -196,7 +191,7 @@ class Reducer:
                 taken = b.taken[piece.slot] = self._take(b, piece.slot)
             grad, out = taken
             if len(plan.buckets_of[piece.slot]) > 1:
-                grad, out = _cut(grad, piece), _cut(out, piece)
+                grad, out = _gradients.cut(grad, piece), _gradients.cut(out, piece)
             job.grads.append(grad)
             if out is not None:
                 job.outs.append(out)
@@ -208,28 +203,11 @@ class Reducer:
     def _take(self, b: Backward, slot: int) -> tuple[Tensor | None, Tensor | None]:
         """A parameter's gradient, which it loses until the step ends, and the tensor for the average."""
         name, p, _, _ = self._places[b.plan.params[slot]]
-        grad, out = p.grad, None
-        if grad is None:
-            if b.mode == "sync":
-                out = _real(torch.empty_like(p, requires_grad=False))
-            return None, out
-        if grad.layout is not torch.strided:
-            raise TypeError(
-                f"DataParallel: {name}: expected a dense gradient, got {grad.layout} (sparse=False helps)"
-            )
-        p.grad = None
-        own = not grad.requires_grad
-        if b.mode == "sync" and own and _storage_uses(grad.untyped_storage()._cdata) > ALONE:
-            own = False
-            if _checks.writable(grad):
-                b.shared[slot] = grad
-        grad = _real(grad if own else grad.detach())
-        if not grad.is_contiguous():
-            own = own and _checks.writable(grad)
-            if len(b.plan.buckets_of[slot]) > 1:
-                grad, own = grad.contiguous(), True
-        if b.mode == "sync":
-            out = grad if own else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        grad, out, shared = _gradients.take(
+            name, p, averaged=b.mode == "sync", contiguous=len(b.plan.buckets_of[slot]) > 1
+        )
+        if shared is not None:
+            b.shared[slot] = shared
         return grad, out
 
     # ---- the end of a backward
@@ -289,7 +267,9 @@ class Reducer:
             problem = self._settle(b, [self._footer(b)], [b.weight])
         elif b.mode == "add":
             self._sums.weight += b.weight
-        self._learn(b)
+        for slot, calls in enumerate(b.calls):
+            if calls:
+                b.plan.expected[slot] = calls
         self._now, self._task = None, -1
         _open.discard(self)
         if problem is not None:
@@ -312,7 +292,7 @@ class Reducer:
                 job.sums = self._sums.flat[job.bucket.index]
                 self.driver.add(job, b.weight)
         else:
-            self.driver.finish(self._footer(b))
+            self.driver.finish(self._footer(b).data)
 
     def _late_jobs(self, b: Backward, slots: set[int]) -> tuple[list[Job], dict[int, Tensor]]:
         """Buckets of gradients that came after their launch: more hook calls than in the step before."""
@@ -327,22 +307,23 @@ class Reducer:
             if not any(piece.slot in slots for piece in bucket.pieces):
                 continue
             written = [piece for piece in bucket.pieces if piece.slot in outs]
-            grads = [_cut(fresh.get(piece.slot, (None,))[0], piece) for piece in bucket.pieces]
-            parts = [_part(outs[piece.slot], piece) for piece in written]
+            grads = [
+                _gradients.cut(fresh.get(piece.slot, (None,))[0], piece) for piece in bucket.pieces
+            ]
+            parts = [_gradients.part(outs[piece.slot], piece) for piece in written]
             offsets = [piece.offset for piece in written]
             jobs.append(Job(bucket, grads, parts, offsets))
         return jobs, outs
 
-    def _footer(self, b: Backward) -> bytes:
+    def _footer(self, b: Backward) -> Footer:
         changed = self.buffers is not None and b.mode == "sync" and self.buffers.changed()
-        words = bytearray([bool(b.tasks), changed])
-        touched = self._touched
-        words += bytes([USED if index in touched else 0 for index in b.plan.params])
-        for slot in b.late:
-            words[_HEAD + slot] |= LATE
-        for index in b.ready:
-            words += index.to_bytes(4, "little")
-        return bytes(words)
+        return Footer.of(
+            hooks_ran=bool(b.tasks),
+            buffers_changed=changed,
+            used=[index in self._touched for index in b.plan.params],
+            late=b.late,
+            order=b.ready,
+        )
 
     def _close(self, b: Backward) -> RuntimeError | None:
         """Wait for the averages; all ranks take the same decisions from the same footers."""
@@ -350,10 +331,8 @@ class Reducer:
         begun = time.perf_counter()
         self.driver.wait()
         exposed_ms = 1e3 * (time.perf_counter() - begun)
-        footers, n = round_.footer, len(b.plan.params)
-        late = {s for f in footers for s in range(n) if f[_HEAD + s] & LATE} if any(
-            max(f[_HEAD : _HEAD + n], default=0) & LATE for f in footers
-        ) else set()  # fmt: skip
+        footers = [Footer(data, len(b.plan.params)) for data in round_.footer]
+        late = set().union(*[f.late for f in footers])
         if late:
             jobs, outs = self._late_jobs(b, late)
             for job in jobs:
@@ -366,10 +345,13 @@ class Reducer:
                 out = b.taken[slot][1]
                 assert out is not None
                 out.add_(more)
-        if self.buffers is not None and any(f[1] for f in footers):
+        if self.buffers is not None and any(f.buffers_changed for f in footers):
             self.buffers.broadcast(self.driver.wait_for)
         if not b.plan.learned:
-            self._learn_order(b.plan, footers)
+            # Launch from now on in the order in which the buckets of the first rank with a backward filled up.
+            order = next((f.order for f in footers if f.hooks_ran), None)
+            if order is not None:
+                b.plan.order, b.plan.learned = order, True
         self.stats = StepStats(
             self._step, exposed_ms, round_.busy_ms, round_.sent_bytes, len(b.plan.order)
         )
@@ -378,11 +360,10 @@ class Reducer:
         return self._settle(b, footers, round_.weights)
 
     def _settle(
-        self, b: Backward, footers: list[bytes], weights: list[float]
+        self, b: Backward, footers: list[Footer], weights: list[float]
     ) -> RuntimeError | None:
         """Give the parameters their averages, by the policy for those without a gradient; returns its error."""
-        n = len(b.plan.params)
-        used = [f[_HEAD : _HEAD + n] for f in footers]
+        used = [f.slots for f in footers]
         complete = all(u.count(0) == 0 for u in used)
         anywhere = used[0] if complete else bytes(map(max, *used)) if len(used) > 1 else used[0]
         zero = self._unused == "zero"
@@ -402,40 +383,8 @@ class Reducer:
         self._touched.clear()
         if complete or self._unused != "error":
             return None
-        return self._unused_error(b, used, weights)
-
-    def _unused_error(
-        self, b: Backward, used: list[bytes], weights: list[float]
-    ) -> RuntimeError | None:
-        missing = []
-        for slot in reversed(range(len(b.plan.params))):  # in order of registration
-            ranks = [self._wire.ranks[r] for r, u in enumerate(used) if weights[r] and not u[slot]]
-            if ranks:
-                missing.append((b.plan.layout.slots[slot].name, ranks))
-        if not missing:
-            return None  # only ranks of weight 0, which have nothing to say
-        shown = ", ".join(f"{name} (rank {', '.join(map(str, r))})" for name, r in missing[:8])
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        return RuntimeError(
-            f"DataParallel: no gradient for {shown}{more} in this backward. Use every parameter in the loss,"
-            ' freeze those that are not with requires_grad_(False), or choose unused="zero" or unused="skip"'
-        )
-
-    def _learn(self, b: Backward) -> None:
-        for slot, calls in enumerate(b.calls):
-            if calls:
-                b.plan.expected[slot] = calls
-
-    def _learn_order(self, plan: Plan, footers: list[bytes]) -> None:
-        """Launch from now on in the order in which the buckets of the first rank with a backward filled up."""
-        for footer in footers:
-            if footer[0]:
-                words = footer[_HEAD + len(plan.params) :]
-                plan.order = [
-                    int.from_bytes(words[i : i + 4], "little") for i in range(0, len(words), 4)
-                ]
-                plan.learned = True
-                return
+        names = [slot.name for slot in b.plan.layout.slots]
+        return _checks.unused_error(names, self._wire.ranks, used, weights)
 
     # ---- accumulation
 
@@ -445,23 +394,13 @@ class Reducer:
             raise RuntimeError(
                 "DataParallel: accumulate: cannot be nested, nor stand inside no_sync"
             )
-        if i == 0:
-            self._sums.drop()
-            if n > 1:
-                for index, (_, p, _, _) in enumerate(self._places):
-                    if p.grad is not None:
-                        self._sums.base[index], p.grad = p.grad, None
-        elif i != self._sums.done:
-            raise ValueError(
-                f"DataParallel: accumulate: i: expected {self._sums.done} (microbatches come in order), got {i}"
-            )
+        self._sums.enter(i, n, [p for _, p, _, _ in self._places])
         self.micro = i, n
 
     def exit_micro(self) -> None:
         assert self.micro is not None
-        i, n = self.micro
+        self._sums.leave(*self.micro)
         self.micro = None
-        self._sums.done = i + 1 if i + 1 < n else 0
 
 
 _open: weakref.WeakSet[Reducer] = weakref.WeakSet()  # those with a backward in progress
@@ -471,17 +410,3 @@ def _hook(reducer: weakref.ref[Reducer], index: int, _: Tensor) -> None:
     alive = reducer()
     if alive is not None:
         alive._on_grad(index)
-
-
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-
-
-def _cut(x: Tensor | None, piece: Piece) -> Tensor | None:
-    """The part of a tensor that lies in a bucket. A tensor that is really cut is contiguous."""
-    return None if x is None else _part(x, piece)
-
-
-def _part(x: Tensor, piece: Piece) -> Tensor:
-    whole = piece.end - piece.begin == x.numel()
-    return x if whole else x.view(-1)[piece.begin : piece.end]

@@ -1,0 +1,92 @@
+"""How a bucket is averaged: a generator of collectives, with the work of this rank between them.
+
+    pack gradients into `flat`   ->  all-to-all: rank j gets part j of every rank's bucket
+    sum the W parts in rank order -> all-gather of the sums
+    unpack into the gradients
+
+A bucket that is one contiguous gradient is exchanged where it lies: nothing is packed or unpacked. Where no order is
+asked for and nothing has 16 bits, it is one all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainwright.parallel._job import Job, Pool, Round, run_op
+
+
+class Collective(NamedTuple):
+    operation: str
+    sent: Tensor
+    start: Callable[[Any], Any]  # given a channel of the wire, issues it there
+
+
+class Averaging:
+    """`steps` averages a bucket. The caller issues each collective that it yields, and resumes it once that is done."""
+
+    def __init__(
+        self,
+        world: int,
+        rank: int,
+        device: torch.device,
+        *,
+        wire_dtype: torch.dtype | None,
+        ordered: bool,
+    ) -> None:
+        self._world, self._rank = world, rank
+        self._wire_dtype, self._ordered = wire_dtype, ordered
+        self._pool = Pool(device)
+
+    def steps(self, job: Job, r: Round) -> Iterator[Collective]:
+        bucket = job.bucket
+        own = getattr(torch, bucket.dtype)
+        back = own  # dtype of the averages on the wire
+        if self._wire_dtype is not None and own in (torch.float32, torch.float64):
+            send_dtype = back = self._wire_dtype
+        elif own in (torch.bfloat16, torch.float16) and not r.raw:
+            send_dtype = torch.float32
+        else:
+            send_dtype = own
+        n = bucket.numel + bucket.padding
+        flat, place = job.sums, None
+        if flat is None:
+            place = job.in_place(send_dtype)
+            flat = self._pool.take(n, send_dtype) if place is None else place
+            job.pack(flat, r.scale, nothing=not r.weight)
+        if self._world == 1:
+            job.unpack(flat, r.inverse)
+        elif n == 0:
+            pass
+        elif self._ordered or 2 in (send_dtype.itemsize, back.itemsize):
+            yield from self._ordered_sum(job, r, flat, send_dtype, back)
+        else:
+            yield Collective("all-reduce", flat, lambda c: c.all_reduce(flat))
+            job.unpack(flat, r.inverse)
+        if place is None:
+            self._pool.give(flat)
+
+    def _ordered_sum(
+        self, job: Job, r: Round, flat: Tensor, send_dtype: torch.dtype, back: torch.dtype
+    ) -> Iterator[Collective]:
+        world, rank, n = self._world, self._rank, flat.numel()
+        send = flat
+        if flat.dtype != send_dtype:
+            send = self._pool.take(n, send_dtype)
+            send.copy_(flat)
+        part = n // world
+        full = send if send_dtype == back else self._pool.take(n, back)
+        mine = full[rank * part : (rank + 1) * part]
+        theirs = self._pool.take(n, send_dtype)
+        yield Collective("all-to-all", send, lambda c: c.all_to_all(theirs, send))
+        parts = list(theirs.view(world, part))
+        parts[rank] = send[rank * part : (rank + 1) * part]
+        run_op("ordered_sum", mine, parts, r.inverse, None)
+        yield Collective("all-gather", full, lambda c: c.all_gather(full, mine))
+        job.unpack(full, 1.0)
+        self._pool.give(
+            theirs, *(t for t in {id(send): send, id(full): full}.values() if t is not flat)
+        )
