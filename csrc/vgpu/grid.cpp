@@ -16,6 +16,7 @@ namespace tw::vgpu {
 
 namespace {
 
+constexpr size_t kMaxResident = 1024;  // clusters under way; no GPU holds many more
 constexpr int kIdlePasses = 100;  // over all blocks at hand without any change: they wait for ever
 constexpr auto kPatience =
     std::chrono::microseconds(200);  // before another block is started for those that wait
@@ -109,7 +110,8 @@ void Runner::work() {
     std::unique_ptr<Cluster> cluster;
     // Those that wait go first. Another block is started when they have waited in vain for a while.
     const bool patient = busy_ > 1 && std::chrono::steady_clock::now() - since < kPatience;
-    const bool start = waiting.empty() || (at >= waiting.size() && !patient);
+    const bool start = waiting.empty() || (at >= waiting.size() && !patient &&
+                                           waiting.size() < kMaxResident / threads_ + 1);
     if (start) {
       const uint64_t index = next_++;
       if (index < clusters_) {

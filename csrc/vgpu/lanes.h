@@ -16,8 +16,15 @@ namespace tw::vgpu {
 // d[l] = value[l] for the lanes in exec.
 template<class T>
 inline void blend(T* d, const T* value, uint32_t exec) {
+  if constexpr (sizeof(T) == 2) {  // there is no vector shift of 16 bits: test one bit per lane
+    for (int half = 0; half < kLanes; half += 16, exec >>= 16, d += 16, value += 16)
 #pragma GCC ivdep
-  for (int l = 0; l < kLanes; ++l) d[l] = exec >> l & 1 ? value[l] : d[l];
+      for (int l = 0; l < 16; ++l)
+        d[l] = static_cast<uint16_t>(exec) & static_cast<uint16_t>(1u << l) ? value[l] : d[l];
+  } else {
+#pragma GCC ivdep
+    for (int l = 0; l < kLanes; ++l) d[l] = exec >> l & 1 ? value[l] : d[l];
+  }
 }
 inline void blend(uint32_t& predicate, uint32_t value, uint32_t exec) {
   predicate = (predicate & ~exec) | (value & exec);

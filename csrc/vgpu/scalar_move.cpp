@@ -152,6 +152,18 @@ const Opcode mov("mov", decode_mov);
 
 // ---- selp.type d, a, b, p
 
+template<class T>
+Status run_selp(Warp& w, const Instr& in) {
+  const T* a = w.lanes<T>(in.op[1]);
+  alignas(64) T value[kLanes];
+  std::copy_n(w.lanes<T>(in.op[2]), kLanes, value);
+  blend(value, a, w.mask(in.op[3]));
+  if (w.exec == kAllLanes)
+    std::copy_n(value, kLanes, w.lanes<T>(in.op[0]));
+  else
+    blend(w.lanes<T>(in.op[0]), value, w.exec);
+  return Status::next;
+}
 void decode_selp(Decode& d) {
   d.expect_operands(4, 4);
   const int bits = ptx::bits_of(d.take_type());
@@ -162,11 +174,11 @@ void decode_selp(Decode& d) {
   d.out.op[3] = predicate;
   if (flip) std::swap(d.out.op[1], d.out.op[2]);
   if (bits == 16)
-    d.run(lanewise<[](uint16_t a, uint16_t b, bool p) { return p ? a : b; }>, Class::move);
+    d.run(run_selp<uint16_t>, Class::move);
   else if (bits == 32)
-    d.run(lanewise<[](uint32_t a, uint32_t b, bool p) { return p ? a : b; }>, Class::move);
+    d.run(run_selp<uint32_t>, Class::move);
   else if (bits == 64)
-    d.run(lanewise<[](uint64_t a, uint64_t b, bool p) { return p ? a : b; }>, Class::move);
+    d.run(run_selp<uint64_t>, Class::move);
 }
 const Opcode selp("selp", decode_selp);
 

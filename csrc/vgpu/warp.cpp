@@ -243,6 +243,10 @@ Turn Warp::run_fragment() {
     }
     if (in.guard != kNone) {
       exec &= mask(in.guard) ^ in.guard_flip;
+      if (in.flags & Instr::kConverge && exec && exec != live) [[unlikely]]
+        fault(Fault::Kind::barrier, in, std::countr_zero(exec),
+              "divergent: only lanes " + hex(exec) + " of the warp's " + hex(live) +
+                  " execute an instruction that is for the whole warp");
       if (!exec) {
         ++executed;
         if (observer) observer->instruction(*this, in, 0);

@@ -99,3 +99,30 @@ def test_device_checks_the_architecture():
     with pytest.raises(vgpu.UnsupportedError, match="PTX for sm_90a does not run on sm_90"):
         vgpu.Device("sm_90").load_ptx(text.replace(".target sm_80", ".target sm_90a"))
     assert vgpu.Device("sm_90a").load_ptx(text).kernels == ["vector_add", "block_reduce"]
+
+
+def test_three_dimensional_launches():
+    text = """
+.version 9.0
+.target sm_80
+.address_size 64
+.visible .entry k(.param .u64 out) {
+.reg .b32 %r<20>; .reg .b64 %rd<4>;
+ld.param.u64 %rd1, [out];
+mov.u32 %r1, %tid.x; mov.u32 %r2, %tid.y; mov.u32 %r3, %tid.z;
+mov.u32 %r4, %ntid.x; mov.u32 %r5, %ntid.y; mov.u32 %r6, %ntid.z;
+mov.u32 %r7, %ctaid.x; mov.u32 %r8, %ctaid.y; mov.u32 %r9, %ctaid.z;
+mov.u32 %r10, %nctaid.x; mov.u32 %r11, %nctaid.y;
+mad.lo.u32 %r12, %r3, %r5, %r2; mad.lo.u32 %r12, %r12, %r4, %r1;
+mad.lo.u32 %r13, %r9, %r11, %r8; mad.lo.u32 %r13, %r13, %r10, %r7;
+mul.lo.u32 %r14, %r4, %r5; mul.lo.u32 %r14, %r14, %r6; mad.lo.u32 %r13, %r13, %r14, %r12;
+mul.wide.u32 %rd2, %r13, 4; add.s64 %rd2, %rd2, %rd1;
+mov.u32 %r15, %laneid; mov.u32 %r16, %warpid; mad.lo.u32 %r15, %r16, 32, %r15;
+mad.lo.u32 %r15, %r13, 1000, %r15; st.global.u32 [%rd2], %r15; ret;
+}"""
+    grid, block = (3, 2, 4), (5, 3, 7)
+    threads, blocks = 5 * 3 * 7, 3 * 2 * 4
+    out = torch.zeros(threads * blocks, dtype=torch.int32)
+    vgpu.Device("sm_80", threads=2).load_ptx(text).launch("k", grid, block, (out,))
+    # element n is written by thread n % threads of its block: warp and lane count the threads x first
+    assert out.tolist() == [1000 * n + n % threads for n in range(threads * blocks)]

@@ -234,3 +234,12 @@ def test_barrier_sync_without_aligned_counts_lanes():
     EVEN: barrier.sync 2; ld.shared.u32 %r0, [fixed]; add.u32 %r0, %r0, 1;
     DONE:"""
     assert launch(body, 64, torch.zeros(64, dtype=torch.int32)) == [42, 1] * 32
+
+
+def test_an_aligned_barrier_under_a_guard_that_splits_the_warp():
+    body = "mov.u32 %r0, 0; and.b32 %r1, %i, 31; setp.lt.u32 %p0, %r1, 7; @%p0 bar.sync 0;"
+    with pytest.raises(vgpu.BarrierError, match="only lanes 0x7f of the warp's 0xffffffff execute"):
+        launch(body, 64, torch.zeros(64, dtype=torch.int32))
+    # A guard that is the same for the whole warp is fine.
+    body = "mov.u32 %r0, 5; setp.lt.u32 %p0, %w, 1; @%p0 bar.sync 1, 32;"
+    assert launch(body, 64, torch.zeros(64, dtype=torch.int32)) == [5] * 64
