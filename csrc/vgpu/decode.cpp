@@ -9,6 +9,7 @@
 #include "vgpu/control_flow.h"
 #include "vgpu/decoder.h"
 #include "vgpu/fault.h"
+#include "vgpu/inline_calls.h"
 #include "vgpu/memory.h"
 #include "vgpu/program.h"
 
@@ -341,7 +342,8 @@ std::unique_ptr<Program> Decoder::run() {
 
 std::unique_ptr<Program> decode(std::shared_ptr<const ptx::Module> module,
                                 const ptx::Kernel& kernel, std::shared_ptr<ModuleMemory> memory) {
-  return Decoder(std::move(module), kernel, std::move(memory)).run();
+  const ptx::Kernel flat = ptx::inline_calls(*module, kernel);
+  return Decoder(std::move(module), flat, std::move(memory)).run();
 }
 
 }  // namespace tw::vgpu

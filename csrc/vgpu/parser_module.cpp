@@ -173,18 +173,18 @@ void Parser::function(bool entry, bool external) {
   kernel.line = token_.line;
   kernel_ = &kernel;
   uint64_t ignored = 0;
-  std::vector<Parameter> results;
-  if (!entry && token_.is('(')) parameters(&results, &ignored);
+  if (!entry && token_.is('(')) parameters(&kernel.results, &ignored);
   kernel.name = name("a function name");
   if (token_.is('(')) parameters(&kernel.parameters, &kernel.parameter_bytes);
   launch_bounds();
-  if (!entry || external) module_.functions.push_back(kernel.name);
   if (!accept(';')) {
     if (external) unexpected("';' after an external function");
     body();
-    for (const Kernel& other : module_.kernels)
-      if (entry && other.name == kernel.name) fail("kernel " + kernel.name + " is defined twice");
-    if (entry) module_.kernels.push_back(std::move(kernel));
+    std::vector<Kernel>& list = entry ? module_.kernels : module_.functions;
+    for (const Kernel& other : list)
+      if (other.name == kernel.name)
+        fail((entry ? "kernel " : "function ") + kernel.name + " is defined twice");
+    list.push_back(std::move(kernel));
   }
   kernel_ = nullptr;
 }

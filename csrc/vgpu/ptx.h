@@ -125,6 +125,7 @@ struct Parameter {
 struct Kernel {
   std::string name;
   std::vector<Parameter> parameters;
+  std::vector<Parameter> results;  // of a device function
   uint64_t parameter_bytes = 0;
   std::vector<Register> registers;  // those that are used
   std::vector<Variable> variables;  // .shared, .local, .param inside the body
@@ -142,7 +143,7 @@ struct Module {
   std::map<int, std::string> files;
   std::vector<Variable> variables;  // .global, .const, .shared at module level
   std::vector<Kernel> kernels;
-  std::vector<std::string> functions;  // device functions: declared, not executed
+  std::vector<Kernel> functions;  // device functions that have a body
 };
 
 // Throws SyntaxError; never crashes, whatever the text.
