@@ -21,9 +21,9 @@ namespace tw::vgpu {
 // One cp.async of a warp. Addresses were checked when it was issued.
 struct Copy {
   const Instr* in;
-  uint64_t serial;  // of its warp
-  uint32_t lanes;   // still to do
-  uint32_t group;   // of these lanes: groups committed before it
+  uint64_t id;     // of lane 0's part; lane l's is id + l
+  uint32_t lanes;  // still to do
+  uint32_t group;  // of these lanes: groups committed before it
   uint32_t bytes;
   std::array<uint8_t, kLanes> size;  // bytes that are copied; the rest is zero
   std::array<uint8_t*, kLanes> to;
@@ -33,6 +33,7 @@ struct Copy {
 // One wgmma.mma_async of a warp.
 struct Wgmma {
   const Instr* in;
+  uint64_t id;
   uint64_t a, b;    // descriptors
   bool accumulate;  // scale-d
   uint32_t group;
@@ -51,6 +52,7 @@ struct BulkOperation {
   Warp* warp;
   const Instr* in;
   int lane;
+  uint64_t id = 0;
   // Loads: one shared range for each destination block; and the mbarrier there.
   struct Target {
     Block* block;
@@ -61,10 +63,10 @@ struct BulkOperation {
   std::vector<Target> targets;
   TensorMap map;
   std::array<int32_t, TensorMap::kMaxRank> coordinates;
-  uint64_t global = 0;              // or, for copies between blocks, unused
   const uint8_t* source = nullptr;  // load: host memory of the source
-  uint8_t* destination = nullptr;   // store: of the destination
-  uint32_t shared = 0;              // store: source
+  bool global_source = false;
+  uint8_t* destination = nullptr;  // store: of the destination
+  uint32_t shared = 0;             // store: source
   uint64_t bytes = 0;
   bool reduces = false;
   Reduction reduction = Reduction::add;
@@ -74,8 +76,7 @@ struct BulkOperation {
   bool grouped = false;
   bool was_read = false;
   std::vector<uint8_t> values;  // what was read, chunk by chunk in the order of the box
-  // arrive_copies
-  uint64_t serial = 0;
+  // arrive_copies: of these lanes, issued before `id`
   uint32_t lanes = 0;
   std::array<uint8_t*, kLanes> barriers;
 };
@@ -84,7 +85,7 @@ class Async : public Extension {
  public:
   struct OfWarp {
     std::vector<Copy> copies;
-    uint64_t serial = 0;                         // of the next copy
+    uint64_t operations = 0;                     // issued so far: numbers them
     std::array<uint32_t, kLanes> copy_groups{};  // committed so far
     std::array<uint32_t, kLanes> bulk_groups{};
     std::vector<Wgmma> wgmmas;
@@ -100,9 +101,10 @@ class Async : public Extension {
 
   // Runs the copies that wait_group(pending) of the lanes waits for.
   void wait_copies(Warp& w, uint32_t lanes, uint32_t pending);
-  void run_copies_before(Warp& w, uint32_t lanes, uint64_t serial);
+  // Runs those issued before operation `id`; barriers: where the lanes report them, or null.
+  void run_copies_before(Warp& w, uint32_t lanes, uint64_t id, uint8_t* const* barriers);
 
-  void add(std::unique_ptr<BulkOperation> operation) { bulk_.push_back(std::move(operation)); }
+  void add(std::unique_ptr<BulkOperation> operation);
   void wait_bulk(Warp& w, uint32_t lanes, uint32_t pending, bool read_only);
 
   // Runs the wgmmas in all but the newest `pending` groups.
@@ -128,7 +130,14 @@ class Async : public Extension {
 inline Async& async_of(const Warp& w) { return w.block().extension<Async>(); }
 
 // An operation on an mbarrier at a host address, for `lane`; faults if it is none or the counts do not fit.
-enum class Signal : uint8_t { arrive, arrive_drop, arrive_no_complete, expect, complete };
+enum class Signal : uint8_t {
+  arrive,
+  arrive_drop,
+  arrive_no_complete,
+  arrive_copies,  // by cp.async.mbarrier.arrive
+  expect,
+  complete,
+};  // fmt: skip
 // Returns the state before.
 uint64_t signal(Warp& w, const Instr& in, int lane, uint8_t* barrier, Signal what, int64_t count,
                 int64_t bytes = 0);

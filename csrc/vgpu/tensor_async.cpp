@@ -29,13 +29,35 @@ static void run_copy(const Copy& c, uint32_t lanes) {
   for_lanes(lanes, copy);
 }
 
+// Tells the observer that cp.async of these lanes has been issued or is done; barriers: where each lane reports it, or null.
+static void observe_copy(Warp& w, const Copy& c, uint32_t lanes, bool done,
+                         uint8_t* const* barriers) {
+  Observer* const observer = w.block().observer();
+  if (!observer) return;
+  AsyncAccess access;
+  access.kind = AsyncAccess::Kind::copy;
+  access.done = done;
+  access.block = &w.block();
+  access.bytes = c.bytes;
+  for_lanes(lanes, [&](int l) {
+    const auto address = static_cast<uint32_t>(c.to[static_cast<size_t>(l)] - w.block().shared());
+    access.id = c.id + static_cast<uint64_t>(l);
+    access.address = &address;
+    access.mbarrier = barriers ? barriers[l] : nullptr;
+    observer->async(w, *c.in, l, access);
+  });
+}
+
 // Takes the lanes `due(copy)` off the copies and runs them.
 template<class Due>
-static void run_due(std::vector<Copy>& copies, Due due) {
+static void run_due(Warp& w, std::vector<Copy>& copies, uint8_t* const* barriers, Due due) {
   size_t kept = 0;
   for (Copy& c : copies) {
     const uint32_t lanes = due(c) & c.lanes;
-    if (lanes) run_copy(c, lanes);
+    if (lanes) {
+      run_copy(c, lanes);
+      observe_copy(w, c, lanes, true, barriers);
+    }
     c.lanes &= ~lanes;
     if (!c.lanes) continue;
     if (&copies[kept] != &c) copies[kept] = c;
@@ -48,7 +70,7 @@ void Async::wait_copies(Warp& w, uint32_t lanes, uint32_t pending) {
   OfWarp& mine = of(w);
   if (mine.copies.empty()) return;
   const auto& groups = mine.copy_groups;
-  run_due(mine.copies, [&](const Copy& c) {
+  run_due(w, mine.copies, nullptr, [&](const Copy& c) {
     uint32_t due = 0;
     for (int l = 0; l < kLanes; ++l) {
       const uint32_t committed = groups[static_cast<size_t>(l)];
@@ -57,8 +79,8 @@ void Async::wait_copies(Warp& w, uint32_t lanes, uint32_t pending) {
     return due & lanes;
   });
 }
-void Async::run_copies_before(Warp& w, uint32_t lanes, uint64_t serial) {
-  run_due(of(w).copies, [&](const Copy& c) { return c.serial < serial ? lanes : 0; });
+void Async::run_copies_before(Warp& w, uint32_t lanes, uint64_t id, uint8_t* const* barriers) {
+  run_due(w, of(w).copies, barriers, [&](const Copy& c) { return c.id < id ? lanes : 0; });
 }
 
 namespace {
@@ -104,18 +126,12 @@ Status run_cp_async(Warp& w, const Instr& in) {
   });
   w.exec = exec;
   std::copy_n(source, kLanes, c.from.begin());
-  if (Observer* observer = w.block().observer()) {
-    Access access{};
-    access.space = Space::global;
-    access.load = true;
-    access.bytes = bytes;
-    access.lanes = full | partial;
-    access.address = from;
-    access.host = source;
-    if (access.lanes) observer->access(w, in, access);
-  }
+  w.exec = full | partial;
+  if (w.exec) observe(w, in, Space::global, {.load = true}, from, source);
+  w.exec = exec;
   Async::OfWarp& mine = async_of(w).of(w);
-  c.serial = mine.serial++;
+  c.id = mine.operations;
+  mine.operations += kLanes;
   // One record for all lanes that have committed the same number of groups.
   for (uint32_t left = exec; left;) {
     c.group = mine.copy_groups[static_cast<size_t>(std::countr_zero(left))];
@@ -124,6 +140,7 @@ Status run_cp_async(Warp& w, const Instr& in) {
       if (mine.copy_groups[static_cast<size_t>(l)] == c.group) c.lanes |= 1u << l;
     });
     left &= ~c.lanes;
+    observe_copy(w, c, c.lanes, false, nullptr);
     mine.copies.push_back(c);
   }
   return Status::next;
@@ -214,6 +231,7 @@ Status run_init(Warp& w, const Instr& in) {
     if (count[l] == 0 || count[l] > MBarrier::kMaxCount)
       w.fault(Fault::Kind::barrier, in, l, "mbarrier.init: count " + std::to_string(count[l]));
     MBarrier::initialised(count[l]).store(host[l]);
+    if (Observer* observer = w.block().observer()) observer->mbarrier_init(w, in, l, host[l]);
   });
   ++w.block().progress;
   return Status::next;
@@ -322,6 +340,8 @@ Status run_wait(Warp& w, const Instr& in) {
     const bool over = in.detail & kParity ? b.done(w.lanes<uint32_t>(in.op[2])[l] & 1)
                                           : b.done_token(w.lanes<uint64_t>(in.op[2])[l]);
     done |= static_cast<uint32_t>(over) << l;
+    if (Observer* observer = over ? w.block().observer() : nullptr)
+      observer->mbarrier_leave(w, in, l, host[l]);
   });
   Async::OfWarp& mine = async_of(w).of(w);
   if (!done) mine.waits_for = host[std::countr_zero(w.exec)];
@@ -387,7 +407,6 @@ Status run_copies_arrive(Warp& w, const Instr& in) {
   op->in = &in;
   op->lane = std::countr_zero(w.exec);
   op->lanes = w.exec;
-  op->serial = async_of(w).of(w).serial;
   for_lanes(w.exec, [&](int l) {
     op->barriers[static_cast<size_t>(l)] = host[l];
     MBarrier b = MBarrier::load(host[l]);
@@ -434,6 +453,11 @@ uint64_t signal(Warp& w, const Instr& in, int lane, uint8_t* barrier, Signal wha
             std::string("mbarrier: ") + error + " (" + describe(MBarrier::load(barrier)) + ")");
   b.store(barrier);
   ++w.block().progress;
+  // Bytes that are only announced, or counted by the program itself, order nothing.
+  if (Observer* observer = what == Signal::expect ? nullptr : w.block().observer())
+    observer->mbarrier_signal(w, in, lane, barrier,
+                              what == Signal::complete || what == Signal::arrive_copies,
+                              b.phase() != phase);
   return before;
 }
 

@@ -30,6 +30,65 @@ uint8_t* global_range(const BulkOperation& op, Intent intent, uint64_t address, 
   return resolve_range(*op.warp, *op.in, Space::global, intent, bytes, 1, address);
 }
 
+// Shows the observer a range of global memory that the operation reads or writes now.
+void observe_global(const BulkOperation& op, const uint8_t* host, uint64_t bytes, bool store) {
+  Observer* const observer = op.warp->block().observer();
+  if (!observer || !bytes) return;
+  uint64_t address[kLanes] = {};
+  uint8_t* hosts[kLanes] = {};
+  address[op.lane] = reinterpret_cast<uint64_t>(host);
+  hosts[op.lane] = const_cast<uint8_t*>(host);
+  Access access;
+  access.load = !store || op.reduces;
+  access.store = store;
+  access.relaxed = op.reduces;
+  access.async_proxy = true;
+  access.bytes = static_cast<uint32_t>(bytes);
+  access.lanes = uint32_t{1} << op.lane;
+  access.address = address;
+  access.host = hosts;
+  access.space = Space::global;
+  observer->access(*op.warp, *op.in, access);
+}
+
+// Joins the runs of a stored box to lines for observe_global.
+class GlobalLine {
+ public:
+  explicit GlobalLine(const BulkOperation& op) : op_(op) {}
+  void extend(const uint8_t* at, uint64_t bytes) {
+    if (at != begin_ + bytes_) {
+      finish();
+      begin_ = at;
+    }
+    bytes_ += bytes;
+  }
+  void finish() {
+    observe_global(op_, begin_, bytes_, true);
+    bytes_ = 0;
+  }
+
+ private:
+  const BulkOperation& op_;
+  const uint8_t* begin_ = nullptr;
+  uint64_t bytes_ = 0;
+};
+
+// Tells the observer which shared memory the operation will read or write, or has.
+void observe_shared(const BulkOperation& op, AsyncAccess::Kind kind, bool done, Block& block,
+                    uint32_t address, const uint8_t* barrier) {
+  Observer* const observer = op.warp->block().observer();
+  if (!observer) return;
+  AsyncAccess access;
+  access.kind = kind;
+  access.done = done;
+  access.id = op.id;
+  access.block = &block;
+  access.address = &address;
+  access.bytes = static_cast<uint32_t>(op.bytes);
+  access.mbarrier = barrier;
+  observer->async(*op.warp, *op.in, op.lane, access);
+}
+
 // The 16-byte chunk at a shared address of a block.
 uint8_t* shared_chunk(const BulkOperation& op, const Block& block, uint32_t address) {
   if (address + 16 > block.shared_end())
@@ -41,6 +100,16 @@ uint8_t* shared_chunk(const BulkOperation& op, const Block& block, uint32_t addr
 }  // namespace
 
 // ---- completion
+
+void Async::add(std::unique_ptr<BulkOperation> operation) {
+  BulkOperation& op = *operation;
+  op.id = of(*op.warp).operations++;
+  for (const BulkOperation::Target& t : op.targets)
+    observe_shared(op, AsyncAccess::Kind::load, false, *t.block, t.shared, nullptr);
+  if (op.grouped)
+    observe_shared(op, AsyncAccess::Kind::store, false, op.warp->block(), op.shared, nullptr);
+  bulk_.push_back(std::move(operation));
+}
 
 void Async::complete(BulkOperation& op) {
   const AsLane as(*op.warp, op.lane);
@@ -54,7 +123,9 @@ void Async::complete(BulkOperation& op) {
           load_box(
               op.map, op.coordinates.data(), t.shared,
               [&](uint64_t address, uint64_t bytes) {
-                return global_range(op, Intent::load, address, bytes);
+                const uint8_t* from = global_range(op, Intent::load, address, bytes);
+                if (&t == op.targets.data()) observe_global(op, from, bytes, false);
+                return from;
               },
               [&](uint32_t address) { return shared_chunk(op, *t.block, address); });
         else if (op.reduces)
@@ -63,6 +134,10 @@ void Async::complete(BulkOperation& op) {
           std::memcpy(t.data, op.source ? op.source : op.values.data(), op.bytes);
         ++t.block->progress;
       }
+      if (op.kind == BulkOperation::Kind::load && op.global_source)
+        observe_global(op, op.source, op.bytes, false);
+      for (const BulkOperation::Target& t : op.targets)
+        observe_shared(op, AsyncAccess::Kind::load, true, *t.block, t.shared, t.barrier);
       for (const BulkOperation::Target& t : op.targets)
         signal(w, *op.in, op.lane, t.barrier, Signal::complete, 0, static_cast<int64_t>(op.bytes));
       return;
@@ -71,9 +146,9 @@ void Async::complete(BulkOperation& op) {
       read(op);
       return write(op);
     case BulkOperation::Kind::arrive_copies:
-      run_copies_before(w, op.lanes, op.serial);
+      run_copies_before(w, op.lanes, op.id, op.barriers.data());
       for_lanes(op.lanes, [&](int l) {
-        signal(w, *op.in, l, op.barriers[static_cast<size_t>(l)], Signal::arrive, 1);
+        signal(w, *op.in, l, op.barriers[static_cast<size_t>(l)], Signal::arrive_copies, 1);
       });
       return;
   }
@@ -83,7 +158,8 @@ void Async::complete(BulkOperation& op) {
 void Async::read(BulkOperation& op) {
   if (op.was_read) return;
   op.was_read = true;
-  const Block& block = op.warp->block();
+  Block& block = op.warp->block();
+  observe_shared(op, AsyncAccess::Kind::store, true, block, op.shared, nullptr);
   if (op.kind == BulkOperation::Kind::store) {
     op.values.assign(block.shared() + op.shared, block.shared() + op.shared + op.bytes);
     return;
@@ -106,15 +182,20 @@ void Async::write(BulkOperation& op) {
   };
   const Intent intent = op.reduces ? Intent::atomic : Intent::store;
   if (op.kind == BulkOperation::Kind::store) {
+    observe_global(op, op.destination, op.bytes, true);
     put(op.destination, op.values.data(), op.bytes);
   } else {
     const uint8_t* from = op.values.data();
+    GlobalLine line(op);
     store_box(
         op.map, op.coordinates.data(), op.shared, [&](uint32_t) { return from; },
         [&](uint64_t address, const uint8_t*, uint32_t bytes) {
-          put(global_range(op, intent, address, bytes), from, bytes);
+          uint8_t* to = global_range(op, intent, address, bytes);
+          line.extend(to, bytes);
+          put(to, from, bytes);
           from += bytes;
         });
+    line.finish();
   }
   ++op.warp->block().progress;
 }
@@ -367,6 +448,7 @@ Status run_bulk(Warp& w, const Instr& in) {
     const uint64_t destination = pool_address(w, pool, to, lane);
     const uint64_t source = pool_address(w, pool + kAddressWords, from, lane);
     op->source = resolve_range(w, in, from, Intent::load, op->bytes, 16, source);
+    op->global_source = from == Space::global;
     if (loads) {
       const uint64_t barrier = pool_address(w, pool + 2 * kAddressWords, Space::shared, lane);
       const uint32_t mask = form.multicast ? w.lanes<uint16_t>(in.op[1])[lane] : 0;

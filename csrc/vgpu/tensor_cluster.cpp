@@ -26,6 +26,7 @@ void try_open(Cluster& cluster) {
     }
   }
   if (!any) return;
+  if (Observer* observer = cluster.block(0).observer()) observer->cluster_open(cluster);
   for (uint32_t r = 0; r < cluster.size(); ++r) {
     Block& block = cluster.block(r);
     for (const Warp& w : block.warps()) block.extension<Async>().of(w).cluster_lanes = 0;
@@ -39,6 +40,7 @@ Status run_cluster_arrive(Warp& w, const Instr& in) {
   if (mine.cluster_lanes & w.exec)
     w.fault(Fault::Kind::barrier, in, -1,
             "barrier.cluster.arrive twice without a barrier.cluster.wait between them");
+  if (Observer* observer = w.block().observer()) observer->cluster_arrive(w, in);
   mine.cluster_lanes |= w.exec;
   mine.cluster_phase = w.block().cluster().block(0).extension<Async>().cluster_phase + 1;
   try_open(w.block().cluster());
@@ -51,7 +53,9 @@ Status run_cluster_wait(Warp& w, const Instr& in) {
   const Async& first = w.block().cluster().block(0).extension<Async>();
   if (first.cluster_phase < mine.cluster_phase)
     try_open(w.block().cluster());  // warps may have exited
-  return first.cluster_phase < mine.cluster_phase ? Status::wait : Status::next;
+  if (first.cluster_phase < mine.cluster_phase) return Status::wait;
+  if (Observer* observer = w.block().observer()) observer->cluster_leave(w, in);
+  return Status::next;
 }
 std::string explain_cluster(Warp&, const Instr&) { return "the other threads of the cluster"; }
 

@@ -86,25 +86,16 @@ Status run_matrix(Warp& w, const Instr& in) {
   const uint32_t all = w.exec;
   w.exec = count == 4 ? kAllLanes : (1u << 8 * count) - 1;
   resolve(w, in, space, Store ? Intent::store : Intent::load, 16, address, host);
-  if (Observer* observer = w.block().observer()) {
+  if (w.block().observer()) {
     alignas(16) uint8_t value[kLanes * 16];
-    Access access{};
-    access.space = ptx::Space::shared;
-    access.load = !Store;
-    access.store = Store;
-    access.bytes = 16;
-    access.lanes = w.exec;
-    access.address = address;
-    access.host = host;
-    if (Store) {
-      for (int j = 0; j < count; ++j) {
-        uint8_t* rows[8];
-        for (int i = 0; i < 8; ++i) rows[i] = value + 16 * (8 * j + i);
-        store_matrix(rows, in.detail & kTransposed, w.lanes<uint32_t>(w.pool(in)[j]));
-      }
-      access.value = value;
+    for (int j = 0; Store && j < count; ++j) {
+      uint8_t* rows[8];
+      for (int i = 0; i < 8; ++i) rows[i] = value + 16 * (8 * j + i);
+      store_matrix(rows, in.detail & kTransposed, w.lanes<uint32_t>(w.pool(in)[j]));
     }
-    observer->access(w, in, access);
+    observe(w, in, space,
+            {.load = !Store, .store = Store, .value = Store ? value : nullptr, .value_stride = 16},
+            address, host);
   }
   w.exec = all;
   for (int j = 0; j < count; ++j) {

@@ -1,5 +1,6 @@
 // wgmma: products of a warpgroup with operands in shared memory. Each warp computes its own 16 of the 64 rows.
 #include <cstring>
+#include <vector>
 
 #include "vgpu/async.h"
 #include "vgpu/fragments.h"
@@ -42,6 +43,44 @@ struct Fragment {
 };
 
 }  // namespace
+
+// Shared memory and registers that a wgmma uses, from issue to its wait.
+static void observe_wgmma(Warp& w, const Wgmma& op, bool done) {
+  Observer* const observer = w.block().observer();
+  if (!observer) return;
+  const Instr& in = *op.in;
+  MmaShape s;
+  std::memcpy(&s, &in.imm, sizeof(s));
+  const int n = static_cast<int>(in.op[4]), bytes = element_bits(s.a) / 8;
+  const SharedOperand shared{w, in, w.block().shared(), w.block().shared_end()};
+  static thread_local std::vector<uint32_t> chunks;
+  chunks.clear();
+  const auto add = [&](int, int, uint32_t address) {
+    shared(address);
+    chunks.push_back(address);
+  };
+  const auto add_operand = [&](uint64_t descriptor, bool transposed, int first, int count) {
+    if (transposed)
+      for_chunks_mn_major(MatrixDescriptor(descriptor), first, count, s.k, add);
+    else
+      for_chunks_k_major(MatrixDescriptor(descriptor), first, count, bytes, add);
+  };
+  if (in.op[0] != kNone)
+    add_operand(op.a, in.detail & kTransposeA, static_cast<int>(w.index() % 4) * 16, 16);
+  add_operand(op.b, in.detail & kTransposeB, 0, n);
+  AsyncAccess access;
+  access.kind = AsyncAccess::Kind::wgmma;
+  access.done = done;
+  access.id = op.id;
+  access.block = &w.block();
+  access.address = chunks.data();
+  access.count = static_cast<uint32_t>(chunks.size());
+  access.bytes = 16;
+  const uint32_t registers = s.d_registers + (in.op[0] == kNone ? s.a_registers : 0u);
+  if (!done) observer->registers(w, in, w.pool(in), registers, false);
+  observer->async(w, in, -1, access);
+  if (done) observer->registers(w, in, w.pool(in), registers, true);
+}
 
 void run_wgmma(Warp& w, const Wgmma& op) {
   static thread_local Tiles t;
@@ -102,6 +141,7 @@ void Async::wait_wgmmas(Warp& w, uint32_t pending) {
     const Wgmma& op = mine.wgmmas[done];
     if (mine.wgmma_groups <= op.group || mine.wgmma_groups - op.group <= pending) break;
     run_wgmma(w, op);
+    observe_wgmma(w, op, true);
     ++done;
   }
   mine.wgmmas.erase(mine.wgmmas.begin(), mine.wgmmas.begin() + static_cast<std::ptrdiff_t>(done));
@@ -124,6 +164,8 @@ Status run_mma_async(Warp& w, const Instr& in) {
     if (MatrixDescriptor(d).base_offset)
       w.fault(Fault::Kind::memory, in, -1,
               "matrix descriptors with a base offset are not supported");
+  op.id = mine.operations++;
+  observe_wgmma(w, op, false);
   mine.wgmmas.push_back(op);
   return Status::next;
 }

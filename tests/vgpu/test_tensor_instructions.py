@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(60)
 HEADER = ".version 8.8\n.target {arch}\n.address_size 64\n"
 
 
-def run(body, args, *, arch="sm_90a", threads=32, declare="", smem=0, **options):
+def run(body, args, *, arch="sm_90a", threads=32, declare="", smem=0, check=True):
     """Launches one block of a kernel `k` whose arguments are pointers %a0, %a1, ... and whose lane is %lane."""
     parameters = ", ".join(f".param .u64 p{i}" for i in range(len(args)))
     loads = "\n".join(f"ld.param.u64 %a{i}, [p{i}];" for i in range(len(args)))
@@ -36,9 +36,9 @@ ret;
 """
     )
     return (
-        vgpu.Device(arch, threads=1)
+        vgpu.Device(arch, threads=1, check=check)
         .load_ptx(text)
-        .launch("k", 1, threads, args, smem=smem, **options)
+        .launch("k", 1, threads, args, smem=smem)
     )
 
 
@@ -259,9 +259,7 @@ def test_ldmatrix_and_stmatrix(count, transposed):
     body += lane_address("%rd2", "%a2", 4)
     body += "".join(f"st.global.b32 [%rd2+{128 * i}], %r{i};\n" for i in range(count))
     # back again with stmatrix, to a second copy in the same places
-    body += (
-        "mov.u32 %r23, 0; st.shared.v4.b32 [%r21], {%r23, %r23, %r23, %r23}; bar.warp.sync -1;\n"
-    )
+    body += "bar.warp.sync -1; mov.u32 %r23, 0; st.shared.v4.b32 [%r21], {%r23, %r23, %r23, %r23}; bar.warp.sync -1;\n"
     body += f"stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r22], {names}; bar.warp.sync -1;\n"
     body += "ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r21];\n"
     body += lane_address("%rd3", "%a3", 16) + "st.global.v4.b32 [%rd3], {%r10, %r11, %r12, %r13};\n"
@@ -334,8 +332,11 @@ def test_cp_async_of_size_zero_does_not_touch_its_source():
 def test_cp_async_shows_a_missing_wait():
     source, out = torch.arange(512).to(torch.uint8), torch.zeros(32, 16, dtype=torch.uint8)
     copy = "cp.async.cg.shared.global [%r1], [%rd0], 16;"
-    run(COPY.format(bytes=16, copy=copy, wait="cp.async.wait_group 1;"), (source, out), smem=512)
+    body = COPY.format(bytes=16, copy=copy, wait="cp.async.wait_group 1;")
+    run(body, (source, out), smem=512, check=False)
     assert (out == 0x11).all()
+    with pytest.raises(vgpu.AsyncError, match=r"cp\.async"):
+        run(body, (source, out), smem=512)
 
 
 def test_cp_async_groups_are_counted_per_thread():
@@ -343,7 +344,7 @@ def test_cp_async_groups_are_counted_per_thread():
     source, out = torch.arange(512).to(torch.uint8), torch.zeros(32, 16, dtype=torch.uint8)
     wait = "and.b32 %r9, %lane, 1; setp.eq.u32 %p0, %r9, 1; @%p0 cp.async.commit_group; cp.async.wait_group 1;"
     copy = "cp.async.cg.shared.global [%r1], [%rd0], 16;"
-    run(COPY.format(bytes=16, copy=copy, wait=wait), (source, out), smem=512)
+    run(COPY.format(bytes=16, copy=copy, wait=wait), (source, out), smem=512, check=False)
     assert torch.equal(out[1::2], source.reshape(32, 16)[1::2]) and (out[::2] == 0x11).all()
 
 
@@ -640,8 +641,10 @@ wgmma.commit_group.sync.aligned;
 wgmma.wait_group.sync.aligned 1;
 mad.wide.u32 %rd4, %lane, 16, %a0; st.global.v4.b32 [%rd4], {%r1, %r2, %r3, %r4};
 """
-    run(body, (out,), threads=128, smem=8192)
+    run(body, (out,), threads=128, smem=8192, check=False)
     assert (out == 5).all()
+    with pytest.raises(vgpu.UninitialisedError, match="wgmma"):
+        run(body, (out,), threads=128, smem=8192)
 
 
 def test_wgmma_operand_out_of_bounds():

@@ -123,7 +123,7 @@ DEVICE void gemm_specialised(const TensorMap& map_a, const TensorMap& map_b, con
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       barrier_init(shared_address(&full[s]), 1);
-      barrier_init(shared_address(&empty[s]), 2 * Cluster);
+      barrier_init(shared_address(&empty[s]), 8 * Cluster);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -160,7 +160,7 @@ DEVICE void gemm_specialised(const TensorMap& map_a, const TensorMap& map_b, con
       for (int k = 0; k < 4; ++k) wgmma_64x64(acc, a + k * 2, b + k * 2);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (threadIdx.x % 128 == 0) {
+      if (lane == 0) {
         if (Cluster == 1)
           barrier_arrive(shared_address(&empty[s]));
         else
