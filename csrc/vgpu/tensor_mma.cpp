@@ -55,8 +55,11 @@ void decode_mma(Decode& d) {
   if (types[0] != types[3]) d.fail("mma.sync: accumulators of different types");
   check_mma_types(d, s);
   const int width = block_width(s.a);
-  if ((name.m != 16 && name.m != 8) || name.n != 8 || name.k % width || name.k > 4 * width ||
-      (name.m == 8 && name.k != width))
+  const bool tall = name.m == 16, wide = s.a == Element::f64;
+  const bool small =
+      name.m == 8 && name.k == width && (wide || s.a == Element::s8 || s.a == Element::u8);
+  if (!(tall || small) || name.n != 8 || name.k < width || name.k % width ||
+      name.k > (wide ? 4 : 2) * width)
     d.fail("mma.sync: unsupported shape");
   s.d_registers = static_cast<uint8_t>(accumulator_registers(s.accumulator, name.m));
   s.a_registers = static_cast<uint8_t>(name.m / 8 * (name.k / width));

@@ -177,6 +177,7 @@ bool sign_of(Decode& d, size_t operand) {
 }
 
 void decode_mma_async(Decode& d) {
+  d.expect_operands(4, 8);
   const MmaName name = take_mma_shape(d);
   const bool satfinite = d.take("satfinite");
   const std::vector<std::string> types = take_last(d, 3);  // of D, A, B

@@ -125,6 +125,18 @@ def test_matmul_through_device_made_descriptors(device, tile, reverse):
     assert ("cp.async.bulk.tensor" in compiled.ptx) == (device.arch == "sm_90a")
 
 
+def test_matmul_by_clusters_of_two_blocks():
+    device = vgpu.Device("sm_90a", threads=2)
+    m, n, k = 208, 144, 160
+    a, b = operands(torch.bfloat16, m, n, k)
+    c = torch.zeros(m, n, dtype=torch.bfloat16)
+    constants = {"BM": 128, "BN": 128, "BK": 64}
+    args = named(a, b, c, m, n, k)
+    kernels.launch(device, "matmul_descriptor", (2, 2), args, constants, blocks=2)
+    want = a.double() @ b.double()
+    assert ((c.double() - want).abs() <= 2**-8 * want.abs() + 1e-4).all()
+
+
 def test_matmul_through_host_made_descriptors():
     device = vgpu.Device("sm_90a", threads=2)
     m, n, k = 208, 144, 160

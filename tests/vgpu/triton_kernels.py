@@ -112,11 +112,11 @@ class Compiled:
     scratch: int  # bytes of global memory for each program
 
 
-def compile_here(kernel, capability, types, constants, warps, stages):
+def compile_here(kernel, capability, types, constants, warps, stages, blocks):
     signature = dict(types) | {name: "constexpr" for name, _ in constants}
     values = {name: getattr(tl, v) if isinstance(v, str) else v for name, v in constants}
     source = ASTSource(globals()[kernel], signature, values)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "num_ctas": blocks}
     k = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return Compiled(
         k.asm["ptx"], k.metadata.name, k.metadata.shared, k.metadata.global_scratch_size
@@ -152,11 +152,11 @@ def compiler():
 
 
 @functools.cache
-def compiled(kernel, capability, types, constants, warps=4, stages=3):
+def compiled(kernel, capability, types, constants, warps=4, stages=3, blocks=1):
     """A kernel of this file for an architecture. types: ((name, type), ...) as ASTSource has them; constants: ((name,
-    value), ...), where a string names a type of triton.language."""
+    value), ...), where a string names a type of triton.language; blocks: of a cluster, for each program."""
     process = compiler()
-    pickle.dump((kernel, capability, types, constants, warps, stages), process.stdin)
+    pickle.dump((kernel, capability, types, constants, warps, stages, blocks), process.stdin)
     process.stdin.flush()
     answer = pickle.load(process.stdout)
     if isinstance(answer, Exception):
@@ -170,17 +170,23 @@ def type_of(value):
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def launch(device, kernel, grid, args, constants, *, warps=4, stages=3, **options):
+def launch(device, kernel, grid, args, constants, *, warps=4, stages=3, blocks=1, **options):
     """Compiles a kernel for the device's architecture and runs it; args: (name, value) of those that are no constants.
     Returns the compiled kernel and the launch's report."""
     types = tuple((name, type_of(value)) for name, value in args.items())
     capability = int(device.arch[3:5])
-    k = compiled(kernel, capability, types, tuple(constants.items()), warps, stages)
+    k = compiled(kernel, capability, types, tuple(constants.items()), warps, stages, blocks)
     # Each program has its own part of the scratch memory, aligned to 128 bytes.
-    scratch = torch.zeros(math.prod(grid) * k.scratch + 128, dtype=torch.uint8)
+    scratch = torch.zeros(blocks * math.prod(grid) * k.scratch + 128, dtype=torch.uint8)
     hidden = (scratch[-scratch.data_ptr() % 128 :] if k.scratch else 0, 0)
     module = device.load_ptx(k.ptx)
     report = module.launch(
-        k.name, grid, 32 * warps, (*args.values(), *hidden), smem=k.shared, **options
+        k.name,
+        (blocks * grid[0], *grid[1:]),
+        32 * warps,
+        (*args.values(), *hidden),
+        smem=k.shared,
+        cluster=blocks,
+        **options,
     )
     return k, report
