@@ -6,6 +6,7 @@ TRAINWRIGHT_BUILD=auto|none|cpu|cuda
     none   pure Python: every op runs through its torch reference
     cpu    the CPU modules, or fail
     cuda   the CPU modules and the CUDA module, or fail (links against a CPU wheel of torch too)
+`python setup.py build_cuda_on_vgpu` compiles the CUDA kernels for the virtual GPU into build/vgpu (nvcc; for tests).
 MAX_JOBS, CXX, TORCH_CUDA_ARCH_LIST, TRAINWRIGHT_DEBUG=1 and TRAINWRIGHT_SANITIZE=address,undefined are honoured.
 
 A compiler that is present but fails always fails the build: nothing degrades silently.
@@ -22,7 +23,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -259,20 +260,69 @@ def cuda_module(torch, out_dir):
     return {"name": "_C_cuda", "out": out_dir / "_C_cuda.abi3.so", "objects": objects, "link": link}
 
 
+def vgpu_cuda_modules(torch, out_dir):
+    """The CUDA ops for CPU tensors, on the virtual GPU: kernels as PTX, and what stands in for libcudart."""
+    runtime = out_dir / "libtw_cudart.so"
+    flags = [
+        *include_flags(),
+        f"-isystem{cuda_home()}/include",
+        "-std=c++20",
+        "-fvisibility=hidden",
+    ]
+    objects = [(s, f"{Path(s).stem}.o", "cxx", flags) for s in sources("csrc/vgpu/cudart", "*.cpp")]
+    modules = [
+        {"name": "libtw_cudart", "out": runtime, "objects": objects, "link": ["-Wl,-Bsymbolic"]}
+    ]
+    flags = include_flags() + [f"-isystem={path}" for path in torch["include"]] + stable_flags()
+    flags += ["-DTW_VIRTUAL_GPU", "-gencode=arch=compute_80,code=compute_80", "--no-compress"]
+    objects = [
+        (s, f"{Path(s).stem}.vgpu.o", "nvcc", flags)
+        for s in sources("csrc/cuda", "*.cu")
+        if Path(s).stem != "module"
+    ]
+    link = [*link_torch(torch), str(runtime)]
+    out = out_dir / "libtw_cuda_ops.so"
+    modules.append(
+        {"name": "libtw_cuda_ops", "out": out, "objects": objects, "link": link, "after": runtime}
+    )
+    return modules
+
+
+class CudaOnVgpuBuild(Command):
+    description = "compile the CUDA kernels for the virtual GPU"
+    user_options = []  # noqa: RUF012  (setuptools wants a list)
+
+    def initialize_options(self):
+        pass
+
+    def finalize_options(self):
+        pass
+
+    def run(self):
+        torch = torch_paths()
+        missing = "torch" if torch is None else "nvcc" if find_nvcc() is None else None
+        if missing or find_ninja() is None:
+            sys.exit(f"build_cuda_on_vgpu: needs {missing or 'ninja'}")
+        out_dir = ROOT / "build/vgpu"
+        run_ninja(vgpu_cuda_modules(torch, out_dir), "vgpu")
+
+
 # The last two are false alarms inside GCC 12's intrinsics headers.
 WARNINGS = "-Wall -Wextra -Werror -Wno-psabi -Wno-unknown-pragmas -Wno-uninitialized -Wno-maybe-uninitialized"
 CXX_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math"
 
 
-def run_ninja(modules):
+def run_ninja(modules, folder="ninja"):
     debug = os.environ.get("TRAINWRIGHT_DEBUG") == "1"
     sanitize = os.environ.get("TRAINWRIGHT_SANITIZE", "")
-    kind = ["ninja", *(["debug"] if debug else []), *sanitize.split(",")]
+    kind = [folder, *(["debug"] if debug else []), *sanitize.split(",")]
     work = ROOT / "build" / "-".join(filter(None, kind))
     work.mkdir(parents=True, exist_ok=True)
     (work / "build.ninja").write_text(ninja_text(modules, work, debug, sanitize))
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
-    subprocess.run([find_ninja(), "-C", str(work), "-j", jobs, "--quiet"], check=True)
+    # From the source tree: its compilers' lists of dependencies name the sources relative to it.
+    ninja = [find_ninja(), "-f", str(work / "build.ninja"), "-j", jobs, "--quiet"]
+    subprocess.run(ninja, check=True, cwd=ROOT)
 
 
 def ninja_text(modules, work, debug, sanitize):
@@ -283,15 +333,16 @@ def ninja_text(modules, work, debug, sanitize):
     nvcc_host = "-fPIC,-fvisibility=hidden,-Wall,-Wno-unknown-pragmas"
     lines = [
         "ninja_required_version = 1.5",
+        f"builddir = {work}",
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"nvcc = {find_nvcc() or 'nvcc'}",
         "rule cxx",
-        f"  command = cd {ROOT} && $cxx -MMD -MF $out.d {' '.join(cxx)} $flags -c $src -o $out",
+        f"  command = $cxx -MMD -MF $out.d {' '.join(cxx)} $flags -c $src -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = compile $name",
         "rule nvcc",
-        f"  command = cd {ROOT} && $nvcc -MD -MF $out.d -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr "
+        f"  command = $nvcc -MD -MF $out.d -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr "
         f"--expt-extended-lambda -Xcompiler {nvcc_host} $flags -c $src -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
@@ -303,7 +354,7 @@ def ninja_text(modules, work, debug, sanitize):
     for module in modules:
         names = []
         for source, obj, rule, flags in module["objects"]:
-            path = work / obj  # absolute: the compiler runs in the source tree
+            path = work / obj
             names.append(str(path))
             lines += [
                 f"build {path}: {rule} {ROOT / source}",
@@ -311,7 +362,8 @@ def ninja_text(modules, work, debug, sanitize):
                 f"  name = {obj}",
             ]
             lines.append(f"  flags = {' '.join(flags)}")
-        lines.append(f"build {Path(module['out']).resolve()}: link {' '.join(names)}")
+        after = f" | {module['after']}" if "after" in module else ""
+        lines.append(f"build {Path(module['out']).resolve()}: link {' '.join(names)}{after}")
         lines += [f"  name = {module['name']}", f"  flags = {' '.join(module['link'])}"]
     return "\n".join(lines) + "\n"
 
@@ -330,9 +382,10 @@ try:
             reasons, _ = decide()
             return super().get_tag() if reasons["cpu"] is None else ("py3", "none", "any")
 
-    commands = {"build_ext": NinjaBuild, "bdist_wheel": AbiWheel}
+    commands = {"bdist_wheel": AbiWheel}
 except ImportError:
-    commands = {"build_ext": NinjaBuild}
+    commands = {}
+commands |= {"build_ext": NinjaBuild, "build_cuda_on_vgpu": CudaOnVgpuBuild}
 
 setup(
     version=VERSION,

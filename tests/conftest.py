@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import pytest
 import torch
+import vgpu_backend
 
 torch.set_num_threads(2)
 
@@ -14,6 +15,14 @@ torch.set_num_threads(2)
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+def pytest_runtest_setup(item):
+    """Tests with the parameter "vgpu" run CUDA kernels on the virtual GPU; the first one in a process loads them."""
+    if "vgpu" in getattr(getattr(item, "callspec", None), "params", {}).values():
+        if vgpu_backend.reason() != "ok":
+            pytest.skip(f"CUDA kernels on the virtual GPU: {vgpu_backend.reason()}")
+        vgpu_backend.install()
 
 
 def pytest_collection_modifyitems(items):

@@ -220,6 +220,8 @@ def check_opcheck(op: Any, *args: Any) -> None:
 
 
 def backends_for_tests(function: Callable[..., Any]) -> list[str]:
-    """Backends that can run on CPU tensors here: the compiled one, Triton in its interpreter, the torch reference."""
+    """Backends that can run on CPU tensors here: the compiled one, Triton in its interpreter, the torch reference, and
+    the CUDA kernels on the virtual GPU ("vgpu", skipped by conftest.py where it cannot be built)."""
     available = tw.available_backends(function)
-    return [b for b in ("cpu", "triton", "torch") if available.get(b) == "ok"]
+    virtual = ["vgpu"] if "cuda" in available else []
+    return [b for b in ("cpu", "triton", "torch") if available.get(b) == "ok"] + virtual

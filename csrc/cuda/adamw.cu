@@ -95,8 +95,13 @@ __global__ void __launch_bounds__(kListThreads, 2)
   constexpr int VEC = 16 / sizeof(A);
   if (control && control[1] != 0.0) return;
   const AdamWRow& row = row_of_block(table);
-  const AdamWScalars<A> s = *reinterpret_cast<const AdamWScalars<A>*>(
-      static_cast<const char*>(scalars) + row.number * kScalarsBytes);
+  constexpr int part = 16 / sizeof(A);
+  const A* numbers =
+      reinterpret_cast<const A*>(static_cast<const char*>(scalars) + row.number * kScalarsBytes);
+  AdamWScalars<A> s;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(s) / 16); ++i)
+    reinterpret_cast<Pack<A, part>*>(&s)[i] = load_pack<part>(numbers + i * part);
   const int64_t begin = (blockIdx.x - row.first_block) * kListBlock;
   const int64_t end = row.n < begin + kListBlock ? row.n : begin + kListBlock;
   int64_t i = begin;

@@ -10,7 +10,7 @@
 #include "cpu/binding.h"
 
 #ifdef TW_VIRTUAL_GPU
-#include "vgpu/cudart.h"
+#include "vgpu/cudart/cudart.h"
 #define TW_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(trainwright_vgpu, CPU, m)
 #else
 #define TW_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(trainwright, CUDA, m)

@@ -36,11 +36,6 @@ __device__ __forceinline__ void load_vector(const void* p, DType dtype, int c, i
   for (int i = 0; i < VEC; ++i) out[i] = missing;
   if (p) load_span<VEC>(p, dtype, c, C, out);
 }
-template<class A>
-__device__ __forceinline__ A vector_at(const void* p, DType dtype, int c, A missing) {
-  return p ? load_one<A>(p, dtype, c) : missing;
-}
-
 template<class T, int VEC, int R>
 __global__ void __launch_bounds__(kRowThreads, 1) layer_norm_fwd_kernel(LayerNormFwd a) {
   using A = acc_t<T>;
@@ -57,13 +52,10 @@ __global__ void __launch_bounds__(kRowThreads, 1) layer_norm_fwd_kernel(LayerNor
   A total[1] = {};
   if constexpr (R == 0) {
     for (int c = mine; c < C; c += stride) {
-      A v = load_as<A>(x[c]);
-      if (residual) {
-        const T s = store_as<T>(v + load_as<A>(residual[c]));
-        sum[c] = s;  // the norm sees the sum as it is stored, rounded
-        v = load_as<A>(s);
-      }
-      total[0] += v;
+      A v[VEC];
+      unpack(load_sum<VEC>(x, residual, sum, c), v);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) total[0] += v[i];
     }
   } else {
 #pragma unroll
@@ -98,9 +90,14 @@ __global__ void __launch_bounds__(kRowThreads, 1) layer_norm_fwd_kernel(LayerNor
   A moments[2] = {};  // sums of d = x - mean and of d^2
   if constexpr (R == 0) {
     for (int c = mine; c < C; c += stride) {
-      const A d = load_as<A>(rows[c]) - mean;
-      moments[0] += d;
-      moments[1] += d * d;
+      A v[VEC];
+      unpack(load_pack<VEC>(rows + c), v);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        const A d = v[i] - mean;
+        moments[0] += d;
+        moments[1] += d * d;
+      }
     }
   } else {
 #pragma unroll
@@ -121,10 +118,16 @@ __global__ void __launch_bounds__(kRowThreads, 1) layer_norm_fwd_kernel(LayerNor
   if (threadIdx.x == 0 && row < a.N) static_cast<LayerNormStats<A>*>(a.stats)[row] = stats;
 
   if constexpr (R == 0) {
-    for (int c = mine; c < C; c += stride) {
-      const A w = vector_at(a.weight, a.weight_dtype, c, A(1));
-      const A b = vector_at(a.bias, a.bias_dtype, c, A(0));
-      y[c] = store_as<T>(layer_norm_xhat(load_as<A>(rows[c]), factors) * w + b);
+    for (int j = 0; j * stride < length; ++j) {
+      const int c = j * stride + mine;
+      A v[VEC], w[VEC], b[VEC];
+      load_vector(a.weight, a.weight_dtype, c, length, A(1), w);
+      load_vector(a.bias, a.bias_dtype, c, length, A(0), b);
+      if (c >= C) continue;
+      unpack(load_pack<VEC>(rows + c), v);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) v[i] = layer_norm_xhat(v[i], factors) * w[i] + b[i];
+      store_pack(y + c, pack_as<T>(v));
     }
   } else {
 #pragma unroll
@@ -161,10 +164,18 @@ __global__ void __launch_bounds__(kRowThreads, 1) layer_norm_bwd_kernel(LayerNor
     Pack<T, VEC> xs[R == 0 ? 1 : R]{}, gs[R == 0 ? 1 : R]{};
     A sums[2] = {};  // of g and of g (x - mean)
     if constexpr (R == 0) {
-      for (int c = mine; c < C; c += stride) {
-        const A g = load_as<A>(dy[c]) * vector_at(a.weight, a.weight_dtype, c, A(1));
-        sums[0] += g;
-        sums[1] += g * (load_as<A>(x[c]) - stats.mean);
+      for (int j = 0; j * stride < length; ++j) {
+        const int c = j * stride + mine;
+        A h[VEC], g[VEC], w[VEC];
+        load_vector(a.weight, a.weight_dtype, c, length, A(1), w);
+        if (c >= C) continue;
+        unpack(load_pack<VEC>(x + c), h);
+        unpack(load_pack<VEC>(dy + c), g);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+          sums[0] += g[i] * w[i];
+          sums[1] += g[i] * w[i] * (h[i] - stats.mean);
+        }
       }
     } else {
 #pragma unroll
@@ -188,15 +199,22 @@ __global__ void __launch_bounds__(kRowThreads, 1) layer_norm_bwd_kernel(LayerNor
     row_sum(sums, shared[turn]);
     const LayerNormRow<A> factors = layer_norm_row<A>(stats, sums[0], sums[1], a.C);
     if constexpr (R == 0) {
-      for (int c = mine, j = 0; c < C; c += stride, ++j) {
-        const A dyv = load_as<A>(dy[c]), xhat = layer_norm_xhat(load_as<A>(x[c]), factors);
-        partial.slot(j, 0) += dyv * xhat;
-        partial.slot(j, 1) += dyv;
-        if (!a.dx) continue;
-        const A w = vector_at(a.weight, a.weight_dtype, c, A(1));
-        A d = layer_norm_dx(dyv * w, xhat, factors);
-        if (dsum) d += load_as<A>(dsum[c]);
-        dx[c] = store_as<T>(d);
+      for (int j = 0; j * stride < length; ++j) {
+        const int c = j * stride + mine;
+        A h[VEC], g[VEC], w[VEC], more[VEC] = {};
+        load_vector(a.weight, a.weight_dtype, c, length, A(1), w);
+        if (c >= C) continue;
+        unpack(load_pack<VEC>(x + c), h);
+        unpack(load_pack<VEC>(dy + c), g);
+        if (dsum) unpack(load_once<VEC>(dsum + c), more);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+          const A xhat = layer_norm_xhat(h[i], factors);
+          partial.slot(j, 0, i) += g[i] * xhat;
+          partial.slot(j, 1, i) += g[i];
+          h[i] = layer_norm_dx(g[i] * w[i], xhat, factors) + more[i];
+        }
+        if (a.dx) store_pack(dx + c, pack_as<T>(h));
       }
     } else {
 #pragma unroll
@@ -239,8 +257,7 @@ void launch_layer_norm_bwd(const LayerNormBwd& a, cudaStream_t stream) {
     constexpr int VEC = decltype(vec)::value, R = decltype(r)::value;
     const int bytes = partial_bytes<acc_t<T>, VEC, R, 2>(a.C, block);
     const auto kernel = layer_norm_bwd_kernel<T, VEC, R>;
-    if (bytes > 48 * 1024)  // above it the device wants to be asked
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    allow_shared(kernel, bytes);
     kernel<<<static_cast<unsigned>(a.slots), block, bytes, stream>>>(a);
   });
 }
@@ -255,7 +272,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd_cuda(const Tensor& x,
                                                        const std::optional<Tensor>& bias,
                                                        double eps) {
   const int64_t C = x.size(x.dim() - 1), N = C ? x.numel() / C : 0;
-  check_rows("layer_norm", x, C);
+  check_rows<2>("layer_norm", x, C);
   const OnDevice here(x);
   Tensor y = empty(shape_of(x), x);
   Tensor sum = residual ? empty(shape_of(x), x) : empty({0}, x);
@@ -283,7 +300,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd_cuda(
     const Tensor& dy, const std::optional<Tensor>& dsum, const Tensor& x,
     const std::optional<Tensor>& weight, const Tensor& stats, bool need_dx, bool need_dw) {
   const int64_t C = x.size(x.dim() - 1), N = C ? x.numel() / C : 0;
-  check_rows("layer_norm", x, C);
+  check_rows<2>("layer_norm", x, C);
   TW_CHECK_CONTIGUOUS(dy);
   const OnDevice here(x);
   const int64_t slots = row_slots(N, C, dtype_bytes(dtype_of(x)));

@@ -57,13 +57,10 @@ __global__ void __launch_bounds__(kRowThreads, 1) rms_norm_fwd_kernel(RmsNormFwd
   A w[R == 0 ? 1 : R][VEC], squares[1] = {};
   if constexpr (R == 0) {
     for (int c = mine; c < C; c += stride) {
-      A v = load_as<A>(x[c]);
-      if (residual) {
-        const T s = store_as<T>(v + load_as<A>(residual[c]));
-        sum[c] = s;  // the norm sees the sum as it is stored, rounded
-        v = load_as<A>(s);
-      }
-      squares[0] += v * v;
+      A v[VEC];
+      unpack(load_sum<VEC>(x, residual, sum, c), v);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) squares[0] += v[i] * v[i];
     }
   } else {
 #pragma unroll
@@ -102,9 +99,15 @@ __global__ void __launch_bounds__(kRowThreads, 1) rms_norm_fwd_kernel(RmsNormFwd
   if (threadIdx.x == 0 && row < a.N) static_cast<A*>(a.rstd)[row] = rstd;
   if constexpr (R == 0) {
     const T* rows = residual ? sum : x;
-    for (int c = mine; c < C; c += stride) {
-      const A wv = a.weight ? load_one<A>(a.weight, a.weight_dtype, c) + offset : A(1);
-      y[c] = store_as<T>(rms_y(load_as<A>(rows[c]), rstd, wv));
+    for (int j = 0; j * stride < length; ++j) {
+      const int c = j * stride + mine;
+      A v[VEC], wv[VEC];
+      load_weight(a.weight, a.weight_dtype, c, length, offset, wv);
+      if (c >= C) continue;
+      unpack(load_pack<VEC>(rows + c), v);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) v[i] = rms_y(v[i], rstd, wv[i]);
+      store_pack(y + c, pack_as<T>(v));
     }
   } else {
 #pragma unroll
@@ -138,11 +141,18 @@ __global__ void __launch_bounds__(kRowThreads, 1) rms_norm_bwd_kernel(RmsNormBwd
     Pack<T, VEC> xs[R == 0 ? 1 : R]{}, gs[R == 0 ? 1 : R]{};
     A gx[1] = {};
     if constexpr (R == 0) {
-      for (int c = mine, j = 0; c < C; c += stride, ++j) {
-        const A h = load_as<A>(x[c]), g = load_as<A>(dy[c]);
-        const A w = a.weight ? load_one<A>(a.weight, a.weight_dtype, c) + offset : A(1);
-        dw.slot(j, 0) += g * h * rstd;
-        gx[0] += g * w * h;
+      for (int j = 0; j * stride < length; ++j) {
+        const int c = j * stride + mine;
+        A h[VEC], g[VEC], w[VEC];
+        load_weight(a.weight, a.weight_dtype, c, length, offset, w);
+        if (c >= C) continue;
+        unpack(load_pack<VEC>(x + c), h);
+        unpack(load_pack<VEC>(dy + c), g);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+          dw.slot(j, 0, i) += g[i] * h[i] * rstd;
+          gx[0] += g[i] * w[i] * h[i];
+        }
       }
     } else {
 #pragma unroll
@@ -167,11 +177,17 @@ __global__ void __launch_bounds__(kRowThreads, 1) rms_norm_bwd_kernel(RmsNormBwd
     row_sum(gx, shared[turn]);
     const A mean_gx = gx[0] / static_cast<A>(a.C);
     if constexpr (R == 0) {
-      for (int c = mine; c < C; c += stride) {
-        const A w = a.weight ? load_one<A>(a.weight, a.weight_dtype, c) + offset : A(1);
-        A d = rms_dx(load_as<A>(dy[c]) * w, load_as<A>(x[c]), rstd, mean_gx);
-        if (dsum) d += load_as<A>(dsum[c]);
-        dx[c] = store_as<T>(d);
+      for (int j = 0; j * stride < length; ++j) {
+        const int c = j * stride + mine;
+        A h[VEC], g[VEC], w[VEC], more[VEC] = {};
+        load_weight(a.weight, a.weight_dtype, c, length, offset, w);
+        if (c >= C) continue;
+        unpack(load_pack<VEC>(x + c), h);
+        unpack(load_pack<VEC>(dy + c), g);
+        if (dsum) unpack(load_once<VEC>(dsum + c), more);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) g[i] = rms_dx(g[i] * w[i], h[i], rstd, mean_gx) + more[i];
+        store_pack(dx + c, pack_as<T>(g));
       }
     } else {
 #pragma unroll
@@ -212,7 +228,9 @@ void launch_rms_norm_bwd(const RmsNormBwd& a, cudaStream_t stream) {
   with_row_layout<T>(a.C, wide, [&](auto vec, auto r, dim3 block) {
     constexpr int VEC = decltype(vec)::value, R = decltype(r)::value;
     const int bytes = partial_bytes<acc_t<T>, VEC, R, 1>(a.C, block);
-    rms_norm_bwd_kernel<T, VEC, R><<<static_cast<unsigned>(a.slots), block, bytes, stream>>>(a);
+    const auto kernel = rms_norm_bwd_kernel<T, VEC, R>;
+    allow_shared(kernel, bytes);
+    kernel<<<static_cast<unsigned>(a.slots), block, bytes, stream>>>(a);
   });
 }
 
@@ -225,7 +243,7 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_fwd_cuda(const Tensor& x,
                                                      const std::optional<Tensor>& weight,
                                                      double eps, double weight_offset) {
   const int64_t C = x.size(x.dim() - 1), N = C ? x.numel() / C : 0;
-  check_rows("rms_norm", x, C);
+  check_rows<1>("rms_norm", x, C);
   const OnDevice here(x);
   Tensor y = empty(shape_of(x), x);
   Tensor sum = residual ? empty(shape_of(x), x) : empty({0}, x);
@@ -252,7 +270,7 @@ std::tuple<Tensor, Tensor> rms_norm_bwd_cuda(const Tensor& dy, const std::option
                                              const Tensor& rstd, double weight_offset, bool need_dx,
                                              bool need_dw) {
   const int64_t C = x.size(x.dim() - 1), N = C ? x.numel() / C : 0;
-  check_rows("rms_norm", x, C);
+  check_rows<1>("rms_norm", x, C);
   TW_CHECK_CONTIGUOUS(dy);
   const OnDevice here(x);
   const int64_t slots = row_slots(N, C, dtype_bytes(dtype_of(x)));

@@ -5,9 +5,11 @@
 
 namespace tw {
 
-inline void check_rows(const char* op, const Tensor& x, int64_t C) {
+// K: column sums of the op's backward.
+template<int K>
+void check_rows(const char* op, const Tensor& x, int64_t C) {
   TW_CHECK_CONTIGUOUS(x);
-  const int64_t most = dtype_of(x) == DType::f64 ? kLongestRow<double> : kLongestRow<float>;
+  const int64_t most = dtype_of(x) == DType::f64 ? kLongestRow<double, K> : kLongestRow<float, K>;
   STD_TORCH_CHECK(C <= most, op, ": C must be at most ", most, ", got ", C);
 }
 

@@ -21,7 +21,7 @@ __device__ __forceinline__ double more_extreme(double a, double b, Extreme extre
   if (a != a || b != b) return a + b;
   return (extreme == Extreme::largest) == (a > b) ? a : b;
 }
-// Over the block of THREADS threads, in thread 0.
+// Over the block of THREADS threads, in each of them.
 template<int THREADS>
 __device__ __forceinline__ double block_extreme(double x, Extreme extreme) {
   __shared__ double values[THREADS];
@@ -31,6 +31,7 @@ __device__ __forceinline__ double block_extreme(double x, Extreme extreme) {
     if (threadIdx.x < half)
       values[threadIdx.x] = more_extreme(values[threadIdx.x], values[threadIdx.x + half], extreme);
   }
+  __syncthreads();
   return values[0];
 }
 

@@ -17,13 +17,22 @@ struct AdamWScalars {
   A multiplier, keep, blend1, beta2, blend2, inv_root2, eps, rate;
 };
 
+// base^t for 0 <= base < 1 and t >= 1.
+TW_HD double adamw_power(double base, double t) {
+#if defined(__CUDA_ARCH__)
+  return exp2(t * log2(base));  // pow() would be a call
+#else
+  return pow(base, t);
+#endif
+}
+
 template<class A>
 TW_HD AdamWScalars<A> adamw_scalars(double lr, double beta1, double beta2, double eps,
                                     double weight_decay, double step, double multiplier) {
   return {static_cast<A>(multiplier),  static_cast<A>(1.0 - lr * weight_decay),
           static_cast<A>(1.0 - beta1), static_cast<A>(beta2),
-          static_cast<A>(1.0 - beta2), static_cast<A>(1.0 / sqrt(1.0 - pow(beta2, step))),
-          static_cast<A>(eps),         static_cast<A>(lr / (1.0 - pow(beta1, step)))};
+          static_cast<A>(1.0 - beta2), static_cast<A>(1.0 / sqrt(1.0 - adamw_power(beta2, step))),
+          static_cast<A>(eps),         static_cast<A>(lr / (1.0 - adamw_power(beta1, step)))};
 }
 
 // V is A or a vector of A. Returns the new parameter; updates m and v. `largest(v)` gives h.

@@ -46,10 +46,11 @@ __device__ __forceinline__ Pack<T, VEC> load_once(const T* p) {
   const Word word = __ldcs(reinterpret_cast<const Word*>(p));
   return reinterpret_cast<const Pack<T, VEC>&>(word);
 }
+// To global memory. The compiler would take some of these stores apart; of an intrinsic it does not.
 template<int VEC, class T>
 __device__ __forceinline__ void store_pack(T* p, const Pack<T, VEC>& x) {
   using Word = typename WordOf<VEC * sizeof(T)>::type;
-  *reinterpret_cast<Word*>(p) = reinterpret_cast<const Word&>(x);
+  __stwb(reinterpret_cast<Word*>(p), reinterpret_cast<const Word&>(x));
 }
 
 template<class T, int VEC, class A>
@@ -140,8 +141,8 @@ __device__ __forceinline__ void store_span(W* p, I c, I n, const A (&x)[VEC]) {
     const I first = c - odd * half, second = first + VEC;
     const uint4(&both)[2] = reinterpret_cast<const uint4(&)[2]>(pack);
     const uint4 other = exchange(odd ? both[0] : both[1], 1);
-    if (first < n) *reinterpret_cast<uint4*>(p + first) = odd ? other : both[0];
-    if (second < n) *reinterpret_cast<uint4*>(p + second) = odd ? both[1] : other;
+    if (first < n) __stwb(reinterpret_cast<uint4*>(p + first), odd ? other : both[0]);
+    if (second < n) __stwb(reinterpret_cast<uint4*>(p + second), odd ? both[1] : other);
   }
 }
 // VEC elements of any floating dtype from p[i] on, each thread for itself: to be aligned as a pack, of

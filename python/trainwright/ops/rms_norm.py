@@ -152,8 +152,8 @@ class _RMSNorm(torch.autograd.Function):
 @dispatch.register(
     "rms_norm",
     Candidate("cpu", FLOAT_DTYPES),
-    Candidate("cuda", FLOAT_DTYPES[:3], limits=(("C", 8192),)),
-    Candidate("cuda", (torch.float64,), limits=(("C", 4096),)),
+    Candidate("cuda", FLOAT_DTYPES[:3], limits=(("C", 24576),)),
+    Candidate("cuda", (torch.float64,), limits=(("C", 12288),)),
     Candidate("triton", FLOAT_DTYPES, limits=(("C", 65536),)),
     Candidate("torch", FLOAT_DTYPES),
 )
