@@ -104,6 +104,7 @@ struct MBarrierState {
   Clock arriving, done;
   uint32_t phase = 0;  // completed ones, counted on from block to block
   uint32_t address = 0;
+  uint32_t block = 0;  // rank
   uint32_t init_owner = 0, init_clock = 0, init_pc = 0;
 };
 
@@ -121,6 +122,8 @@ struct BlockState {
   std::vector<uint16_t> mbarriers;  // by shared address / 8: index + 1
   std::array<BarrierState, 16> barriers;
   std::vector<Outstanding> outstanding;
+  // By warp of other blocks of the cluster: when it last used this block's memory, and where.
+  std::vector<uint32_t> remote, remote_pc;
 };
 
 // What the text of an instruction says and the checker needs.
@@ -129,7 +132,8 @@ struct Text {
   bool proxy_fence = false;  // fence.proxy.async
   bool init_fence = false;   // fence.mbarrier_init
   bool wgmma_fence = false;
-  bool relaxed = false;  // an mbarrier operation without order
+  bool collective = false;  // ldmatrix, stmatrix: the data of a row is of several lanes
+  bool relaxed = false;     // an mbarrier operation without order
 };
 
 class Checker final : public Observer {
@@ -169,6 +173,10 @@ class Checker final : public Observer {
   void tick(WarpState& me) const { me.now += me.now < kMaxClock; }
   MBarrierState& mbarrier(Warp& w, const Instr& in, int lane, const uint8_t* host, uint32_t* index);
 
+  void use_remote(BlockState& b, const WarpState& me, uint32_t own, uint32_t pc) const {
+    b.remote[own] = me.now;
+    b.remote_pc[own] = pc;
+  }
   void shared(Warp& w, const Instr& in, const Access& a);
   void synchronise(Warp& w, const Instr& in, const Access& a);
 
@@ -243,6 +251,7 @@ Checker::Checker(Cluster& cluster)
   for (size_t i = 0; i < texts_.size(); ++i) {
     const std::string& s = program_.origins[i].text;
     const Class kind = program_.code[i].kind;
+    texts_[i].collective = program_.origins[i].text.find("matrix.sync") != std::string::npos;
     const auto has = [&](const char* word) { return s.find(word) != std::string::npos; };
     Text& t = texts_[i];
     if (kind == Class::fence) {
@@ -279,6 +288,8 @@ Checker::Checker(Cluster& cluster)
     b.cells.resize((bytes >> shift_) + 1);
     b.reads.resize(b.cells.size() * readers_);
     b.mbarriers.resize(bytes / 8 + 1);
+    b.remote.resize(readers_);
+    b.remote_pc.resize(readers_);
     for (BarrierState& barrier : b.barriers) barrier.arriving.resize(width_);
   }
 }
@@ -313,6 +324,7 @@ void Checker::start_cluster() {
         barrier.used = false;
       }
     b.outstanding.clear();
+    std::fill(b.remote.begin(), b.remote.end(), 0);
   }
   mbarriers_.clear();
   cluster_barrier_.arriving.clear();
@@ -338,6 +350,18 @@ void Checker::block_exit(Block& b) {
 }
 void Checker::block_end(Block& b) {
   if (next_) next_->block_end(b);
+  if (cluster_.size() == 1) return;
+  // A block must not end before the others have used its memory: one of its warps knows that they have.
+  for (uint32_t u = 0; u < per_block_ * cluster_.size(); ++u) {
+    const uint32_t last = state(b).remote[u];
+    bool known = last == 0;
+    for (const Warp& w : b.warps()) known |= state(w).clock.seen[u] >= last;
+    if (known) continue;
+    const Warp& w = cluster_.block(u / per_block_).warps()[u % per_block_];
+    w.fault(Kind::race, program_.code[state(b).remote_pc[u]], -1,
+            "this uses the shared memory of block " + std::to_string(b.rank()) +
+                " of the cluster, which may have ended before: nothing orders its end after this");
+  }
 }
 
 // Clocks grow by one place for each mbarrier.
@@ -508,7 +532,7 @@ void Checker::shared(Warp& w, const Instr& in, const Access& a) {
   WarpState& me = warps_[own];
   if (a.relaxed) synchronise(w, in, a);
   const uint32_t granules = std::max(1u, a.bytes >> shift_);
-  const bool collective = in.kind != Class::atomic && a.bytes == 16 && a.value_stride != 32;
+  const bool collective = texts_[pc].collective;
   const uint32_t first_own = me.clock.seen[own] << kReadShift | 63;  // reads above it are unordered
   constexpr uint64_t kOffset = (1u << kSharedRankShift) - 1;
   for (uint32_t left = a.lanes; left; left &= left - 1) {
@@ -516,6 +540,7 @@ void Checker::shared(Warp& w, const Instr& in, const Access& a) {
     const uint32_t lane = collective ? kManyLanes : static_cast<uint32_t>(l);
     const auto rank = static_cast<uint32_t>(a.address[l] >> kSharedRankShift & 0xff);
     BlockState& b = rank ? blocks_[rank - 1] : blocks_[w.block().rank()];
+    if (rank && rank - 1 != w.block().rank()) use_remote(b, me, own, pc);
     const size_t first = ((a.address[l] & kOffset) - kSharedBase) >> shift_;
     for (size_t g = first; g < first + granules; ++g) {
       uint32_t* reads = &b.reads[g * readers_];
@@ -533,8 +558,11 @@ void Checker::shared(Warp& w, const Instr& in, const Access& a) {
             Cell::make(me.now, own, lane, pc, Cell::kGeneric | (a.relaxed ? Cell::kRelaxed : 0));
       } else if (!a.relaxed) {
         const uint32_t before = reads[own];
-        uint32_t entry = me.now << kReadShift | lane;
-        if (before > first_own && (before & 63) != lane) entry = me.now << kReadShift | kManyLanes;
+        // A collective read is over for all lanes when one goes on.
+        const uint32_t reader = collective ? kWholeWarp : lane;
+        uint32_t entry = me.now << kReadShift | reader;
+        if (before > first_own && (before & 63) != reader)
+          entry = me.now << kReadShift | kManyLanes;
         reads[own] = before & kInFlight ? before : entry;
       }
     }
@@ -672,6 +700,7 @@ MBarrierState& Checker::mbarrier(Warp& w, const Instr& in, int lane, const uint8
       m.arriving.resize(width_);
       m.done.resize(width_);
       m.phase = base_;
+      m.block = r;
       m.address =
           static_cast<uint32_t>(offset) | (r == w.block().rank() ? 0 : (r + 1) << kSharedRankShift);
     }
@@ -706,6 +735,7 @@ void Checker::mbarrier_signal(Warp& w, const Instr& in, int lane, const uint8_t*
                   who(m.init_owner) + " at " + place(m.init_pc),
               m.address);
     me.arrived_at = program_.pc_of(in);
+    if (m.block != w.block().rank()) use_remote(blocks_[m.block], me, own, program_.pc_of(in));
     if (!text(w, in).relaxed) arrive(me, own, m.arriving);
   }
   if (completes) {
