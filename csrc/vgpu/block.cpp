@@ -278,6 +278,11 @@ Cluster::Cluster(const Program& program, const Launch& launch)
     checker_ = make_checker(*this);
     observer_ = checker_.get();
   }
+  if (launch.counters) {
+    counters_ = launch.counters->watch();
+    if (observer_) both_ = std::make_unique<TwoObservers>(*observer_, *counters_);
+    observer_ = both_ ? both_.get() : counters_.get();
+  }
 }
 
 void Cluster::start(uint64_t linear_index) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "vgpu/checker.h"
+#include "vgpu/counters.h"
 #include "vgpu/memory.h"
 #include "vgpu/observer.h"
 #include "vgpu/warp.h"
@@ -27,6 +28,7 @@ struct Launch {
   Observer* observer = nullptr;
   Check check = Check::off;             // who is asked before the observer
   GlobalRaces* global_races = nullptr;  // set by run_grid
+  Counters* counters = nullptr;
 
   uint32_t threads_per_block() const { return block[0] * block[1] * block[2]; }
   uint32_t warps_per_block() const { return (threads_per_block() + 31) / 32; }
@@ -146,7 +148,7 @@ class Cluster {
   uint64_t index() const { return index_; }
   const Program& program() const { return program_; }
   const Launch& launch() const { return launch_; }
-  // The checker, or the launch's observer, or null.
+  // The checker or the launch's observer, the counters, both, or null.
   Observer* observer() const { return observer_; }
 
  private:
@@ -154,7 +156,7 @@ class Cluster {
   const Launch& launch_;
   uint64_t index_ = 0;
   std::vector<std::unique_ptr<Block>> blocks_;
-  std::unique_ptr<Observer> checker_;
+  std::unique_ptr<Observer> checker_, counters_, both_;
   Observer* observer_ = nullptr;
 };
 

@@ -205,6 +205,7 @@ LaunchResult run_grid(const Program& program, Launch& launch, unsigned threads,
   std::unique_ptr<GlobalRaces> races;
   if (launch.check == Check::global) races = std::make_unique<GlobalRaces>(program, launch);
   launch.global_races = races.get();
+  if (launch.counters) launch.counters->start(launch.memory);
   return Runner(program, launch, threads).run(interrupted);
 }
 

@@ -61,7 +61,7 @@ using Range = std::tuple<uint64_t, uint64_t, bool>;  // address, bytes, read-onl
 py::tuple launch(LoadedModule& module, const std::string& name, Shape grid, Shape block,
                  Shape cluster, uint32_t dynamic_shared, const py::bytes& parameters,
                  const std::vector<Range>& memory, unsigned threads, bool reverse_warps,
-                 Check check) {
+                 Check check, Counters* counters) {
   const Program& program = module.program(name);
   Launch l;
   std::copy(grid.begin(), grid.end(), l.grid);
@@ -70,6 +70,7 @@ py::tuple launch(LoadedModule& module, const std::string& name, Shape grid, Shap
   l.dynamic_shared = dynamic_shared;
   l.reverse_warps = reverse_warps;
   l.check = check;
+  l.counters = counters;
   const std::string bytes = parameters;
   l.parameters.assign(bytes.begin(), bytes.end());
   for (const auto& [address, size, read_only] : memory) l.memory.add({address, size, read_only});
@@ -85,6 +86,26 @@ py::tuple launch(LoadedModule& module, const std::string& name, Shape grid, Shap
   }
   if (signalled) throw py::error_already_set();
   return py::make_tuple(result.warp_instructions, result.seconds);
+}
+
+// One tuple for each instruction that was issued; trainwright.vgpu.counters names the entries.
+py::list rows_of(const Counters& counters) {
+  const Program& program = counters.program();
+  py::list out;
+  for (size_t pc = 0; pc < program.code.size(); ++pc) {
+    const Count& c = counters.counts()[pc];
+    if (!c.issues) continue;
+    const Program::Origin& o = program.origins[pc];
+    const auto file = program.module->files.find(o.location.file);
+    const auto traffic = [](const Count::Traffic& t) {
+      return py::make_tuple(t.requests, t.bytes, t.sectors);
+    };
+    out.append(py::make_tuple(pc, o.line, o.text, std::string(name_of(program.code[pc].kind)),
+                              file == program.module->files.end() ? std::string() : file->second,
+                              o.location.line, c.issues, c.lanes, traffic(c.load), traffic(c.store),
+                              c.shared_requests, c.wavefronts, c.ideal_wavefronts, c.local_bytes));
+  }
+  return out;
 }
 
 py::list parameters_of(const ptx::Kernel& k) {
@@ -202,7 +223,19 @@ PYBIND11_MODULE(_vgpu, m) {
            })
       .def("launch", launch, py::arg("name"), py::arg("grid"), py::arg("block"), py::arg("cluster"),
            py::arg("dynamic_shared"), py::arg("parameters"), py::arg("memory"), py::arg("threads"),
-           py::arg("reverse_warps"), py::arg("check"));
+           py::arg("reverse_warps"), py::arg("check"), py::arg("counters"))
+      .def(
+          "counters",
+          [](LoadedModule& m, const std::string& name) {
+            return std::make_unique<Counters>(m.program(name));
+          },
+          py::keep_alive<0, 1>());
+
+  py::class_<Counters>(m, "Counters")
+      .def("rows", rows_of)
+      .def_property_readonly("sectors", [](const Counters& c) {
+        return py::make_tuple(c.sectors_read(), c.sectors_written());
+      });
 }
 
 }  // namespace tw::vgpu

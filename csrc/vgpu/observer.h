@@ -68,4 +68,61 @@ class Observer {
                          bool /*done*/) {}
 };
 
+// One after the other.
+class TwoObservers : public Observer {
+ public:
+  TwoObservers(Observer& first, Observer& second) : first_(first), second_(second) {}
+  void block_start(Block& b) override { each(&Observer::block_start, b); }
+  void block_exit(Block& b) override { each(&Observer::block_exit, b); }
+  void block_end(Block& b) override { each(&Observer::block_end, b); }
+  void instruction(Warp& w, const Instr& in, uint32_t lanes) override {
+    each(&Observer::instruction, w, in, lanes);
+  }
+  void access(Warp& w, const Instr& in, const Access& a) override {
+    each(&Observer::access, w, in, a);
+  }
+  void barrier_arrive(Warp& w, const Instr& in, int barrier, bool waits) override {
+    each(&Observer::barrier_arrive, w, in, barrier, waits);
+  }
+  void barrier_open(Block& b, int barrier, bool whole_block) override {
+    each(&Observer::barrier_open, b, barrier, whole_block);
+  }
+  void barrier_leave(Warp& w, const Instr& in, int barrier) override {
+    each(&Observer::barrier_leave, w, in, barrier);
+  }
+  void cluster_arrive(Warp& w, const Instr& in) override { each(&Observer::cluster_arrive, w, in); }
+  void cluster_open(Cluster& c) override { each(&Observer::cluster_open, c); }
+  void cluster_leave(Warp& w, const Instr& in) override { each(&Observer::cluster_leave, w, in); }
+  void warp_sync(Warp& w, const Instr& in, uint32_t lanes) override {
+    each(&Observer::warp_sync, w, in, lanes);
+  }
+  void fence(Warp& w, const Instr& in) override { each(&Observer::fence, w, in); }
+  void mbarrier_init(Warp& w, const Instr& in, int lane, const uint8_t* at) override {
+    each(&Observer::mbarrier_init, w, in, lane, at);
+  }
+  void mbarrier_signal(Warp& w, const Instr& in, int lane, const uint8_t* at, bool asynchronous,
+                       bool completes) override {
+    each(&Observer::mbarrier_signal, w, in, lane, at, asynchronous, completes);
+  }
+  void mbarrier_leave(Warp& w, const Instr& in, int lane, const uint8_t* at) override {
+    each(&Observer::mbarrier_leave, w, in, lane, at);
+  }
+  void async(Warp& w, const Instr& in, int lane, const AsyncAccess& a) override {
+    each(&Observer::async, w, in, lane, a);
+  }
+  void registers(Warp& w, const Instr& in, const uint32_t* offsets, uint32_t count,
+                 bool done) override {
+    each(&Observer::registers, w, in, offsets, count, done);
+  }
+
+ private:
+  template<class Method, class... Args>
+  void each(Method method, Args&... args) {
+    (first_.*method)(args...);
+    (second_.*method)(args...);
+  }
+  Observer& first_;
+  Observer& second_;
+};
+
 }  // namespace tw::vgpu

@@ -9,6 +9,7 @@ Results are those of the PTX ISA; functions that hardware approximates are at le
 correctness and for counting: the time it takes says nothing about a GPU.
 """
 
+from trainwright.vgpu.counters import Bound, Counters, Counts, KernelCounters
 from trainwright.vgpu.device import Device, LaunchReport, Module
 from trainwright.vgpu.errors import (
     AsyncError,
@@ -29,9 +30,13 @@ from trainwright.vgpu.tensor_map import tensor_map
 __all__ = [
     "AsyncError",
     "BarrierError",
+    "Bound",
+    "Counters",
+    "Counts",
     "DeadlockError",
     "Device",
     "Fault",
+    "KernelCounters",
     "LaunchError",
     "LaunchReport",
     "MemoryFault",

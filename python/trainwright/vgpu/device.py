@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import struct
@@ -12,7 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from trainwright.vgpu.errors import LaunchError, UnsupportedError
+from trainwright.vgpu.counters import Counters, Shape
+from trainwright.vgpu.errors import LaunchError, UnsupportedError, VgpuError
 
 try:
     from trainwright import _vgpu
@@ -58,6 +60,7 @@ class Device:
             asynchronous data touched before its wait and missing proxy fences; and wgmma registers touched in flight.
             "strict": also f16 accumulators of wgmma, which Triton's code unpacks too early (the assembler copes).
             "global": as True, and data races between blocks in global memory (slow). False: nothing more.
+        count: count what launches do, for `counters`. Costs time; nothing when False.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Device:
         *,
         threads: int | None = None,
         check: bool | Literal["strict", "global"] = True,
+        count: bool = False,
     ) -> None:
         if arch not in ARCHITECTURES:
             raise ValueError(f"Device: arch: expected {', '.join(ARCHITECTURES)}, got {arch!r}")
@@ -79,6 +83,7 @@ class Device:
         self.check = check
         self.threads = threads or os.cpu_count() or 1
         self._memory: list[Memory] = []
+        self._counters = Counters() if count else None
 
     def __enter__(self) -> Device:
         from trainwright.vgpu import driver
@@ -104,6 +109,19 @@ class Device:
         finally:
             self._memory = before
 
+    @property
+    def counters(self) -> Counters:
+        """What the launches so far have cost, by kernel.
+
+        Raises:
+            VgpuError: the device was made without ``count=True``.
+        """
+        if self._counters is None:
+            raise VgpuError(
+                f"this device does not count; make it Device({self.arch!r}, count=True)"
+            )
+        return self._counters
+
     def load_ptx(self, text: str) -> Module:
         """Parse a PTX module. Kernels are decoded at their first use.
 
@@ -122,15 +140,16 @@ class Device:
         own = int(self.arch.removeprefix("sm_").rstrip("a"))
         if number > own or (specific and self.arch != f"sm_{number}{specific}"):
             raise UnsupportedError(f"load_ptx: PTX for {target} does not run on {self.arch}")
-        return Module(self, native)
+        return Module(self, native, text)
 
 
 class Module:
     """Kernels and variables of one PTX text. Made by `Device.load_ptx`."""
 
-    def __init__(self, device: Device, native: Any) -> None:
+    def __init__(self, device: Device, native: Any, text: str) -> None:
         self.device = device
         self._native = native
+        self._text = text
 
     @property
     def kernels(self) -> list[str]:
@@ -182,10 +201,12 @@ class Module:
             ranges.append(_range("memory", item))
         required = self._native.required_cluster(name)
         shape = cluster if cluster is not None else (tuple(required) if required[0] else 1)
+        blocks, threads = _dimension("grid", grid), _dimension("block", block)
+        counters = None if self.device._counters is None else self._native.counters(name)
         instructions, seconds = self._native.launch(
             name=name,
-            grid=_dimension("grid", grid),
-            block=_dimension("block", block),
+            grid=blocks,
+            block=threads,
             cluster=_dimension("cluster", shape),
             dynamic_shared=_natural("smem", smem),
             parameters=parameters,
@@ -193,7 +214,16 @@ class Module:
             threads=self.device.threads,
             reverse_warps=bool(reverse_warps),
             check=CHECKS[self.device.check],
+            counters=counters,
         )
+        if self.device._counters is not None and counters is not None:
+            kernel = self.device._counters._of(
+                name,
+                self._native.target,
+                self._text,
+                Shape(math.prod(blocks), math.prod(threads), smem),
+            )
+            kernel._record(counters.rows(), counters.sectors)
         return LaunchReport(int(instructions), float(seconds))
 
     def _pack(self, name: str, args: Sequence[Any], ranges: list[tuple[int, int, bool]]) -> bytes:
