@@ -157,34 +157,44 @@ void decode_arithmetic(Decode& d, Type type) {
 // ---- min and max
 
 struct Minimum {
-  template<bool NanWins, class T>
-  static T apply(T a, T b) {
-    return minimum<NanWins>(a, b);
+  template<class T>
+  static bool takes_first(T a, T b) {
+    return a < b;
   }
+  static double apply_f64(double a, double b) { return minimum(a, b); }
 };
 struct Maximum {
-  template<bool NanWins, class T>
-  static T apply(T a, T b) {
-    return maximum<NanWins>(a, b);
+  template<class T>
+  static bool takes_first(T a, T b) {
+    return b < a;
   }
+  static double apply_f64(double a, double b) { return maximum(a, b); }
 };
-// .xorsign.abs: the magnitude of the larger (smaller), the product's sign.
+// On bits, so that it vectorises. As signed integers, numbers are in order, and -0 below +0, once the
+// magnitudes of those with a sign are inverted. .xorsign.abs: of magnitudes, with the product's sign.
 template<class Op, class F, bool NanWins, bool Ftz, bool XorSign>
 inline typename F::bits extreme(typename F::bits a, typename F::bits b) {
   using B = typename F::bits;
+  using S = std::make_signed_t<B>;
+  constexpr B magnitude = F::sign - 1;
   const B sign = XorSign ? static_cast<B>((a ^ b) & F::sign) : B{0};
-  if (XorSign) a &= static_cast<B>(F::sign - 1), b &= static_cast<B>(F::sign - 1);
-  const float x = widen<F>(Ftz ? flush<F>(a) : a), y = widen<F>(Ftz ? flush<F>(b) : b);
-  const float m = Op::template apply<NanWins, float>(x, y);
-  return static_cast<B>(narrow_exact<F>(m) | sign);
+  if (XorSign) a &= magnitude, b &= magnitude;
+  if (Ftz) a = flush<F>(a), b = flush<F>(b);
+  const auto key = [](B x) {
+    const B negative = static_cast<B>(static_cast<S>(x) >> (8 * sizeof(B) - 1));
+    return static_cast<S>(x ^ (negative & magnitude));
+  };
+  const B number = Op::takes_first(key(a), key(b)) ? a : b;
+  const bool nan_a = is_nan<F>(a), nan_b = is_nan<F>(b);
+  const B with_nan = NanWins || (nan_a && nan_b) ? static_cast<B>(F::nan) : nan_a ? b : a;
+  return static_cast<B>((nan_a || nan_b ? with_nan : number) | sign);
 }
 
 template<class Op>
 void decode_extreme(Decode& d, Type type) {
   take_float_operands(d, 2, ptx::bits_of(type));
   if (type == Type::f64) {
-    d.run(lanewise<[](double a, double b) { return Op::template apply<false, double>(a, b); }>,
-          Class::fp64);
+    d.run(lanewise<[](double a, double b) { return Op::apply_f64(a, b); }>, Class::fp64);
     return;
   }
   const bool ftz = d.take("ftz"), nan = d.take("NaN"), xorsign = d.take("xorsign");
