@@ -1,5 +1,6 @@
-"""Jit functions that kernels share."""
+"""What kernels share: jit functions, and what their launchers choose."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -26,3 +27,14 @@ def philox_block(seed, block, stream):
 def uniform01(bits):
     """Uniform in [0, 1) with 24 bits, exact in fp32."""
     return (bits >> 8).to(tl.float32) * 5.9604644775390625e-8
+
+
+def acc_type(*dtypes):
+    """Triton's type for sums over elements of these torch dtypes."""
+    return tl.float64 if torch.float64 in dtypes else tl.float32
+
+
+def whole_row(C):
+    """Launch options of a program that holds a row of C elements in its registers."""
+    block = triton.next_power_of_2(max(C, 1))
+    return {"BLOCK_C": block, "num_warps": min(16, max(1, block // 512))}

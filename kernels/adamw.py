@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from trainwright.kernels._cast import cast
 from trainwright.kernels._multi_tensor import TL_DTYPES, block_table, number_table
+from trainwright.kernels._tl import acc_type
 
 BLOCK = 2048  # 8 elements per thread of 8 warps and five streams: enough loads in flight, no spills
 
@@ -130,7 +131,7 @@ def adamw_(
             _adamw_kernel[(len(blocks),)](
                 number_table(tuple(rows), device), blocks, hyper, control,
                 P=TL_DTYPES[p_dtype], G=TL_DTYPES[g_dtype],
-                ACC=tl.float64 if p_dtype == torch.float64 else tl.float32,
+                ACC=acc_type(p_dtype),
                 HAS_MASTER=has_master, AMSGRAD=has_max, HAS_CONTROL=control is not None, BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
     for original, copy in copies:

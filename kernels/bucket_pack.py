@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from trainwright.kernels._cast import cast
 from trainwright.kernels._multi_tensor import TL_DTYPES, block_table, by_dtype, number_table
+from trainwright.kernels._tl import acc_type
 
 BLOCK = 4096  # 32 elements per thread of 4 warps: enough loads in flight to hide DRAM latency
 
@@ -78,10 +79,6 @@ def _ordered_sum_kernel(
     _store_stats(partial_ptr, program, y, mask)
 
 
-def _acc(*dtypes):
-    return tl.float64 if torch.float64 in dtypes else tl.float32
-
-
 def _scale(scale, scale_tensor, like):
     if scale_tensor is None:
         return torch.full((), scale, dtype=torch.float64, device=like.device)
@@ -113,7 +110,7 @@ def bucket_pack_(flat, grads, offsets, scale, scale_tensor, accumulate):
         partial = flat.new_empty((len(blocks), 2), dtype=torch.float64)
         _bucket_pack_kernel[(len(blocks),)](
             number_table(rows, flat.device), blocks, flat, partial, factor,
-            T=TL_DTYPES[dtype], ACC=_acc(dtype, flat.dtype), ACCUMULATE=accumulate, BLOCK=BLOCK, num_warps=8,
+            T=TL_DTYPES[dtype], ACC=acc_type(dtype, flat.dtype), ACCUMULATE=accumulate, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         partials.append(partial)
     return _stats(partials, flat)
@@ -132,7 +129,7 @@ def bucket_unpack_(flat, outs, offsets, scale, scale_tensor):
             continue
         _bucket_unpack_kernel[(len(blocks),)](
             number_table(rows, flat.device), blocks, flat, factor,
-            T=TL_DTYPES[dtype], ACC=_acc(dtype, flat.dtype), BLOCK=BLOCK, num_warps=8,
+            T=TL_DTYPES[dtype], ACC=acc_type(dtype, flat.dtype), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         for i, o in zip(members, dense):
             if o is not outs[i]:
@@ -147,7 +144,7 @@ def ordered_sum_(out, chunks, scale, scale_tensor):
         rows = (tuple(c.data_ptr() for c in chunks),)
         _ordered_sum_kernel[(programs,)](
             number_table(rows, out.device), out, partial, _scale(scale, scale_tensor, out), len(chunks), n,
-            T=TL_DTYPES[chunks[0].dtype], ACC=_acc(chunks[0].dtype), BLOCK=BLOCK, num_warps=8,
+            T=TL_DTYPES[chunks[0].dtype], ACC=acc_type(chunks[0].dtype), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return _stats([partial] if n else [], out)
 

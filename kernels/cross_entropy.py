@@ -11,7 +11,8 @@ Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills (tes
 import torch
 import triton
 import triton.language as tl
-from trainwright.ops.cross_entropy import MEAN, NONE, check_targets
+from trainwright.kernels._tl import acc_type
+from trainwright.ops._cross_entropy_tiles import MEAN, NONE, check_targets
 
 BLOCK = 4096  # logits per step: 16 warps x 32 lanes x 8, a 16-byte load of bf16 per lane
 BWD_STEPS = (
@@ -189,10 +190,6 @@ def _bwd_kernel(
         tl.store(out_ptr + c, d.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _acc(dtype):
-    return tl.float64 if dtype == torch.float64 else tl.float32
-
-
 def _block(columns):
     block = min(BLOCK, triton.next_power_of_2(max(columns, 1)))
     return {"BLOCK_V": block, "num_warps": min(16, max(1, block // 256))}
@@ -219,7 +216,7 @@ def _forward(
             x, target, weight, state, scale, loss, lse, columns, first, classes, ignore_index,
             label_smoothing, z_loss, softcap,
             FRESH=first == 0, FINISH=loss is not None, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing != 0.0,
-            SOFTCAP=softcap != 0.0, ACC=_acc(x.dtype), **_block(columns),
+            SOFTCAP=softcap != 0.0, ACC=acc_type(x.dtype), **_block(columns),
         )  # fmt: skip
 
 
@@ -244,7 +241,7 @@ def cross_entropy_fwd(
     return (rows if reduction == NONE else rows.sum()).to(acc), lse, scale
 
 
-def cross_entropy_tile_state(
+def cross_entropy_tile_state_(
     state, logits, target, weight, first, classes, ignore_index, label_smoothing, softcap
 ):
     _forward(
@@ -252,7 +249,7 @@ def cross_entropy_tile_state(
     )  # fmt: skip
 
 
-def cross_entropy_tile_grad(
+def cross_entropy_tile_grad_(
     out, dloss, logits, target, weight, lse, scale, first, classes, ignore_index, label_smoothing, z_loss, softcap
 ):  # fmt: skip
     N, columns = logits.shape
@@ -269,7 +266,7 @@ def cross_entropy_tile_grad(
             out, logits, dloss, target, weight, lse, scale, total, columns, first, classes, ignore_index,
             0 if dloss.numel() == 1 else 1, label_smoothing, z_loss, softcap,
             HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing != 0.0, SOFTCAP=softcap != 0.0,
-            ACC=_acc(logits.dtype), STEPS=steps, **launch,
+            ACC=acc_type(logits.dtype), STEPS=steps, **launch,
         )  # fmt: skip
 
 
@@ -277,7 +274,7 @@ def cross_entropy_bwd(
     dloss, logits, target, weight, lse, scale, ignore_index, label_smoothing, z_loss, softcap
 ):  # fmt: skip
     grad = torch.empty_like(logits)
-    cross_entropy_tile_grad(
+    cross_entropy_tile_grad_(
         grad, dloss, logits, target, weight, lse, scale, 0, logits.shape[1], ignore_index, label_smoothing, z_loss,
         softcap,
     )  # fmt: skip

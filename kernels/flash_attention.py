@@ -22,6 +22,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _batch_and_head(heads):
+    """Of the second axis of the grid: batch, then head."""
+    return (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+
+
+@triton.jit
 def _load(
     ptr, rows, stride, columns, size, width, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.constexpr
 ):
@@ -164,7 +170,7 @@ def _flash_attention_fwd_kernel(
 ):  # fmt: skip
     # The last block of queries first: under a causal mask it has the most work.
     i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    b, h = _batch_and_head(H)
     g = h // group
     rows = i0 + tl.arange(0, BM)
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
@@ -206,7 +212,7 @@ def _flash_attention_fwd_fix_kernel(
     if tl.load(bad_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) == 0:
         return
     i0 = tl.program_id(0) * BM
-    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    b, h = _batch_and_head(H)
     rows = i0 + tl.arange(0, BM)
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     k_ptr += b * k_batch + (h // group) * k_head
@@ -235,7 +241,7 @@ def _flash_attention_delta_kernel(
     HAS_DLSE: tl.constexpr, BM: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    b, h = _batch_and_head(H)
     dv = tl.arange(0, BDV)
     out = _load(out_ptr + (b * Tq * H + h) * Dv, rows, H * Dv, dv, Tq, Dv, True, True)
     dout = _load(dout_ptr + b * do_batch + h * do_head, rows, do_row, dv, Tq, Dv, True, True)
@@ -296,7 +302,7 @@ def _flash_attention_dkv_kernel(
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n0 = tl.program_id(0) * BN
-    b, g = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
+    b, g = _batch_and_head(G)
     keys = n0 + tl.arange(0, BN)
     d, e = tl.arange(0, BD), tl.arange(0, BDV)
     k_ptr += b * k_batch + g * k_head
@@ -344,7 +350,7 @@ def _flash_attention_dv_fix_kernel(
     if tl.load(bad_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) == 0:
         return
     n0 = tl.program_id(0) * BN
-    b, g = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
+    b, g = _batch_and_head(G)
     keys = n0 + tl.arange(0, BN)
     d, e = tl.arange(0, BD), tl.arange(0, BDV)
     k = _load(k_ptr + b * k_batch + g * k_head, keys, k_row, d, Tk, D, True, True).to(tl.float32)
@@ -398,7 +404,7 @@ def _flash_attention_dq_kernel(
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    b, h = _batch_and_head(H)
     g = h // group
     rows = i0 + tl.arange(0, BM)
     d, e = tl.arange(0, BD), tl.arange(0, BDV)

@@ -6,9 +6,9 @@ Bytes per element: forward 3s, backward 5s (s = element size). Bound: memory ban
 Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills (tests/build/test_triton_aot.py).
 """
 
-import torch
 import triton
 import triton.language as tl
+from trainwright.kernels._tl import acc_type
 
 BLOCK = 1024  # 8 elements for each of 128 threads: two 16-byte loads for 16-bit types
 
@@ -75,10 +75,6 @@ def _glu_bwd_kernel(
         tl.store(dup_ptr + row * C + c, (dy * value).to(gate.dtype), mask=mask)
 
 
-def _acc(dtype):
-    return tl.float64 if dtype == torch.float64 else tl.float32
-
-
 def _row_stride(x):
     """Elements from a row to the next if x is rows of one spacing, each contiguous inside; else None."""
     if x.dim() == 0:
@@ -109,7 +105,7 @@ def glu_fwd(gate, up, activation):
     blocks = triton.cdiv(C, BLOCK)
     if N:
         _glu_fwd_kernel[(N * blocks,)](
-            gate, up, y, *strides, C, blocks, ACTIVATION=activation, ACC=_acc(gate.dtype), BLOCK=BLOCK
+            gate, up, y, *strides, C, blocks, ACTIVATION=activation, ACC=acc_type(gate.dtype), BLOCK=BLOCK
         )  # fmt: skip
     return y
 
@@ -122,7 +118,7 @@ def glu_bwd(dy, gate, up, activation, need_gate, need_up):
     if N:
         _glu_bwd_kernel[(N * blocks,)](
             dy, gate, up, dgate, dup, *strides, C, blocks, ACTIVATION=activation, NEED_GATE=need_gate, NEED_UP=need_up,
-            ACC=_acc(gate.dtype), BLOCK=BLOCK,
+            ACC=acc_type(gate.dtype), BLOCK=BLOCK,
         )  # fmt: skip
     return dgate, dup
 

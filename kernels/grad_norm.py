@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from trainwright.kernels._cast import cast
 from trainwright.kernels._multi_tensor import TL_DTYPES, block_table, by_dtype, number_table
+from trainwright.kernels._tl import acc_type
 
 BLOCK = 4096  # 16 elements per thread of 8 warps
 POWER_BLOCK = 1024  # exp2 and log2 in fp64 need many registers
@@ -115,7 +116,7 @@ def grad_scale_(tensors, factor):
         rows = tuple((t.data_ptr(), t.numel()) for t in dense)
         _grad_scale_kernel[(len(blocks),)](
             number_table(rows, device), blocks, factor,
-            T=TL_DTYPES[dtype], ACC=tl.float64 if dtype == torch.float64 else tl.float32, BLOCK=BLOCK, num_warps=8,
+            T=TL_DTYPES[dtype], ACC=acc_type(dtype), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         for i, t in zip(members, dense):
             original = tensors[i]

@@ -11,6 +11,7 @@ Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills (tes
 import torch
 import triton
 import triton.language as tl
+from trainwright.kernels._tl import acc_type, whole_row
 
 BWD_PROGRAMS = 256  # about two per SM of an H100, and the partials stay small
 
@@ -87,15 +88,6 @@ def _layer_norm_bwd_kernel(
         tl.store(db_ptr + program * C + c, db, mask=mask)
 
 
-def _acc(dtype):
-    return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def _launch(C):
-    block = triton.next_power_of_2(max(C, 1))
-    return {"BLOCK_C": block, "num_warps": min(16, max(1, block // 512))}
-
-
 def layer_norm_fwd(x, residual, weight, bias, eps):
     C = x.shape[-1]
     N = x.numel() // C if C else 0
@@ -105,7 +97,7 @@ def layer_norm_fwd(x, residual, weight, bias, eps):
     if N:
         _layer_norm_fwd_kernel[(N,)](
             x, residual, weight, bias, y, total, stats, C, eps, HAS_RESIDUAL=residual is not None,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, ACC=_acc(x.dtype), **_launch(C),
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, ACC=acc_type(x.dtype), **whole_row(C),
         )  # fmt: skip
     return y, total, stats
 
@@ -120,7 +112,7 @@ def layer_norm_bwd(dy, dsum, x, weight, stats, need_dx, need_dw):
         _layer_norm_bwd_kernel[(programs,)](
             dy, dsum, x, weight, stats, dx, partials[0], partials[1], N, C, triton.cdiv(N, programs),
             HAS_DSUM=dsum is not None, HAS_WEIGHT=weight is not None, NEED_DX=need_dx, NEED_DW=need_dw,
-            ACC=_acc(x.dtype), **_launch(C),
+            ACC=acc_type(x.dtype), **whole_row(C),
         )  # fmt: skip
     dw, db = partials.sum(1)
     return dx, dw, db.clone()  # outputs of one op must not share storage

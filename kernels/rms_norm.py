@@ -9,6 +9,7 @@ Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills (tes
 import torch
 import triton
 import triton.language as tl
+from trainwright.kernels._tl import acc_type, whole_row
 
 BWD_PROGRAMS = (
     256  # about two per SM of an H100: enough to fill it, few enough that the partials stay small
@@ -71,15 +72,6 @@ def _rms_norm_bwd_kernel(
         tl.store(dw_ptr + program * C + c, dw, mask=mask)
 
 
-def _acc(dtype):
-    return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def _launch(C):
-    block = triton.next_power_of_2(max(C, 1))
-    return {"BLOCK_C": block, "num_warps": min(16, max(1, block // 512))}
-
-
 def rms_norm_fwd(x, residual, weight, eps, weight_offset):
     C = x.shape[-1]
     N = x.numel() // C if C else 0
@@ -89,7 +81,7 @@ def rms_norm_fwd(x, residual, weight, eps, weight_offset):
     if N:
         _rms_norm_fwd_kernel[(N,)](
             x, residual, weight, y, total, rstd, C, eps, weight_offset,
-            HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, ACC=_acc(x.dtype), **_launch(C),
+            HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, ACC=acc_type(x.dtype), **whole_row(C),
         )  # fmt: skip
     return y, total, rstd
 
@@ -104,7 +96,7 @@ def rms_norm_bwd(dy, dsum, x, weight, rstd, weight_offset, need_dx, need_dw):
         rows = triton.cdiv(N, programs)
         _rms_norm_bwd_kernel[(programs,)](
             dy, dsum, x, weight, rstd, dx, dw, N, C, rows, weight_offset, HAS_DSUM=dsum is not None,
-            HAS_WEIGHT=weight is not None, NEED_DX=need_dx, NEED_DW=need_dw, ACC=_acc(x.dtype), **_launch(C),
+            HAS_WEIGHT=weight is not None, NEED_DX=need_dx, NEED_DW=need_dw, ACC=acc_type(x.dtype), **whole_row(C),
         )  # fmt: skip
     return dx, dw.sum(0)
 

@@ -7,9 +7,9 @@ Bytes per element: 2s (s = element size). Bound: memory bandwidth.
 Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills (tests/build/test_triton_aot.py).
 """
 
-import torch
 import triton
 import triton.language as tl
+from trainwright.kernels._tl import acc_type
 
 TILE = 2048  # elements of a tile of heads: 16 for each of 128 threads
 
@@ -83,7 +83,7 @@ def rope(q, k, cos, sin, interleaved, inverse):
             q, k, cos, sin, q_out, k_out, T, H, 0 if k is None else k.shape[2], D, half, *q.stride()[:3],
             *((0, 0, 0) if k is None else k.stride()[:3]), T * half if cos.dim() == 3 else 0,
             HAS_K=k is not None, INTERLEAVED=interleaved, INVERSE=inverse, HAS_REST=2 * half < D,
-            ACC=tl.float64 if q.dtype == torch.float64 else tl.float32,
+            ACC=acc_type(q.dtype),
             BLOCK_H=min(triton.next_power_of_2(heads), max(1, TILE // block_d)), BLOCK_P=pairs, BLOCK_D=block_d,
         )  # fmt: skip
     return q_out, k_out

@@ -70,3 +70,11 @@ def check_number(op: str, argument: str, value: Any, *, minimum: float | None = 
         raise value_error(op, argument, "a finite number", value)
     if minimum is not None and value < minimum:
         raise value_error(op, argument, f"at least {minimum}", value)
+
+
+def check_int(op: str, argument: str, value: Any, *, minimum: int | None = None) -> None:
+    """Raise unless `value` is an int (not bool), at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise type_error(op, argument, "an int", type(value).__name__)
+    if minimum is not None and value < minimum:
+        raise value_error(op, argument, f"at least {minimum}", value)

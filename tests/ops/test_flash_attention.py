@@ -401,10 +401,11 @@ def test_dropout_depends_on_seed_and_position_alone():
 
 def test_dropout_mask_is_philox_by_coordinates():
     host = pytest.importorskip("trainwright._host")
-    from trainwright.ops.flash_attention import _seed_tensor, _uniform_bits
+    from trainwright.ops._attention_reference import uniform_bits
+    from trainwright.ops.flash_attention import _seed_tensor
 
     seed = (123 << 40) + 7
-    bits = _uniform_bits(_seed_tensor(seed, torch.device("cpu")), 2, 3, 4, 6)
+    bits = uniform_bits(_seed_tensor(seed, torch.device("cpu")), 2, 3, 4, 6)
     for b, h, i, j in ((0, 0, 0, 0), (1, 2, 3, 5), (1, 0, 2, 4)):
         assert bits[b, h, i, j] == host.philox(seed, j // 4 + (i << 32), h + (b << 32))[j % 4]
 

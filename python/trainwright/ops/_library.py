@@ -5,6 +5,7 @@ The C++ libraries only add kernels for the CPU and CUDA keys, so an install with
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,14 +35,34 @@ def define(schema: str, reference: Op, fake: Op) -> Op:
     return getattr(torch.ops.trainwright, name).default
 
 
-def define_triton(schema: str, launch: Op, fake: Op) -> Op:
-    """Register a Triton op, `<name>_triton` in the schema. `launch` imports its kernel file when it is first called."""
+def define_backends(kernel_file: str, schema: str, reference: Op, fake: Op) -> dict[str, Op]:
+    """`define` an op that also has a Triton kernel, as an op of its own (`x_fwd_triton`; `x_triton_` if in place).
+
+    Args:
+        kernel_file: module of `trainwright.kernels`, imported at the first call, with a launcher of the op's name.
+        schema, reference, fake: as in `define`.
+
+    Returns:
+        What runs the op on each backend; whether a backend can, the op's candidates say.
+    """
     name = schema.split("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    plain = define(schema, reference, fake)
+
+    def launch(*args: Any) -> Any:
+        return getattr(importlib.import_module(f"trainwright.kernels.{kernel_file}"), name)(*args)
+
+    triton_name = name.rstrip("_") + "_triton" + "_" * name.endswith("_")
+    LIBRARY.define(triton_name + schema[len(name) :], tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):  # CPU tensors: the interpreter
-        LIBRARY.impl(name, launch, key)
-    torch.library.register_fake(f"trainwright::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.trainwright, name).default
+        LIBRARY.impl(triton_name, launch, key)
+    torch.library.register_fake(f"trainwright::{triton_name}", fake, lib=LIBRARY)
+    triton = getattr(torch.ops.trainwright, triton_name).default
+    return {"cpu": plain, "cuda": plain, "triton": triton, "torch": reference}
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums over elements of `dtype` are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def outputs_and_gradients(

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from trainwright import dispatch
 from trainwright.ops import gemm
-from trainwright.ops.cross_entropy import (
+from trainwright.ops._cross_entropy_tiles import (
     NONE,
     SUM,
     TILE_GRAD_OPS,
     TILE_STATE_OPS,
-    acc_dtype,
     check_targets,
     finish,
     scale_of,
 )
+from trainwright.ops._library import acc_dtype
 
 PARTS = 16  # a tile of rows is this fraction of the logits
 PARTS_COLUMNS = 32  # a tile of columns; smaller, as products pack copies of hidden rows beside it

@@ -66,22 +66,10 @@ def _fake(*_: Any) -> None:
     return None
 
 
-def _triton(*args: Any) -> None:
-    from trainwright.kernels import adamw as kernel
-
-    kernel.adamw_(*args)
-
-
-_op = _library.define("adamw_" + SCHEMA, _reference, _fake)
+STEP = _library.define_backends("adamw", "adamw_" + SCHEMA, _reference, _fake)
 # The optimizer's short cut on the CPU: contiguous tensors by address, see csrc/cpu/adamw.cpp.
 _library.LIBRARY.define("adamw_table(Tensor table, Tensor hyper, Tensor? control) -> ()")
 step_by_table = torch.ops.trainwright.adamw_table.default
-STEP = {
-    "cpu": _op,
-    "cuda": _op,
-    "triton": _library.define_triton("adamw_triton_" + SCHEMA, _triton, _fake),
-    "torch": _reference,
-}
 
 
 @dispatch.register(

@@ -6,7 +6,7 @@ ops write into a tensor that the caller owns; none is differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,24 +101,13 @@ def _unpack_fake(*_: Any) -> None:
     return None
 
 
-def _triton(name: str) -> Callable[..., Any]:
-    def launch(*args: Any) -> Any:
-        from trainwright.kernels import bucket_pack as kernel
-
-        return getattr(kernel, name)(*args)
-
-    return launch
-
-
-def _define(name: str, schema: str, reference: Any, fake: Any) -> dict[str, Any]:
-    op = _library.define(name + schema, reference, fake)
-    triton = _library.define_triton(f"{name}triton_" + schema, _triton(name), fake)
-    return {"cpu": op, "cuda": op, "triton": triton, "torch": reference}
-
-
-_PACK = _define("bucket_pack_", PACK, _pack_reference, _stats_fake)
-_UNPACK = _define("bucket_unpack_", UNPACK, _unpack_reference, _unpack_fake)
-_SUM = _define("ordered_sum_", SUM, _sum_reference, _stats_fake)
+PACK_OPS = _library.define_backends(
+    "bucket_pack", "bucket_pack_" + PACK, _pack_reference, _stats_fake
+)
+UNPACK_OPS = _library.define_backends(
+    "bucket_pack", "bucket_unpack_" + UNPACK, _unpack_reference, _unpack_fake
+)
+SUM_OPS = _library.define_backends("bucket_pack", "ordered_sum_" + SUM, _sum_reference, _stats_fake)
 
 
 def _check_scale(op: str, scale: Any, device: torch.device) -> tuple[float, Tensor | None]:
@@ -220,7 +209,7 @@ def bucket_pack(
     slots.append(ends[-1])
     chosen = dispatch.resolve(op, backend, flat.device, flat.dtype)
     with torch.no_grad():
-        stats = _PACK[chosen](flat, present, slots, factor, factor_tensor, accumulate)
+        stats = PACK_OPS[chosen](flat, present, slots, factor, factor_tensor, accumulate)
         _bumped(flat)
         return stats[0], stats[1]
 
@@ -278,7 +267,7 @@ def bucket_unpack(
     chosen = dispatch.resolve(op, backend, flat.device, flat.dtype)
     if outs:
         with torch.no_grad():
-            _UNPACK[chosen](flat, list(outs), list(offsets), factor, factor_tensor)
+            UNPACK_OPS[chosen](flat, list(outs), list(offsets), factor, factor_tensor)
             _bumped(*outs)
 
 
@@ -336,7 +325,7 @@ def ordered_sum(
             raise type_error(op, f"chunks[{i}]", str(parts[0].dtype), c.dtype)
     chosen = dispatch.resolve(op, backend, out.device, out.dtype, W=len(parts))
     with torch.no_grad():
-        stats = _SUM[chosen](out, [c.contiguous() for c in parts], factor, factor_tensor)
+        stats = SUM_OPS[chosen](out, [c.contiguous() for c in parts], factor, factor_tensor)
         _bumped(out)
         return stats[0], stats[1]
 

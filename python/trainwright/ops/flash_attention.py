@@ -1,14 +1,15 @@
-"""Exact attention without the (Tq, Tk) matrix: `flash_attention`, `merge_attention`, `scaled_dot_product_attention`.
+"""Exact attention without the (Tq, Tk) matrix: `flash_attention`, and `merge_attention` for partial results.
 
 The compiled kernels and the Triton kernels run the core: causal, window, grouped heads, any scale, `lse` with gradient.
-The torch reference below runs every option, with the (Tq, Tk) matrix in memory, and is the specification of all.
+The torch reference (`_attention_reference`) runs every option, with the (Tq, Tk) matrix in memory, and is the
+specification of all.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ from trainwright.errors import (
     value_error,
 )
 from trainwright.ops import _library
+from trainwright.ops._attention_reference import AttentionReference, bwd_reference, fwd_reference
+from trainwright.ops._library import acc_dtype
 
-__all__ = ["flash_attention", "merge_attention", "scaled_dot_product_attention"]
+__all__ = ["flash_attention", "merge_attention"]
 
 BAND = "float scale, int left, int right, bool top_left"  # left, right: keys to either side, -1 for no limit
 FWD = f"(Tensor q, Tensor k, Tensor v, {BAND}) -> (Tensor, Tensor)"
@@ -33,179 +36,6 @@ BWD = (
     f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {BAND}, "
     "bool need_dq, bool need_dk, bool need_dv) -> (Tensor, Tensor, Tensor)"
 )
-
-
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums over elements of `dtype` are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class _Extra(NamedTuple):
-    """What only the torch reference knows: a cap, terms of the score, a sink and dropout."""
-
-    softcap: float | None = None
-    alibi: Tensor | None = None
-    bias: Tensor | None = None
-    sinks: Tensor | None = None
-    dropout_p: float = 0.0
-    seed: Tensor | None = None
-
-
-def _visible(q: Tensor, k: Tensor, left: int, right: int, top_left: bool) -> Tensor:
-    """(Tq, Tk): query i stands at position p = i + offset and sees keys p - left .. p + right."""
-    Tq, Tk = q.shape[1], k.shape[1]
-    position = torch.arange(Tq, device=q.device) + (0 if top_left else Tk - Tq)
-    ahead = torch.arange(Tk, device=q.device) - position[:, None]
-    seen = torch.ones_like(ahead, dtype=torch.bool)
-    if left >= 0:
-        seen = seen & (ahead >= -left)
-    if right >= 0:
-        seen = seen & (ahead <= right)
-    return seen
-
-
-def _alibi_distance(q: Tensor, k: Tensor) -> Tensor:
-    Tq, Tk = q.shape[1], k.shape[1]
-    i, j = torch.arange(Tq, device=q.device), torch.arange(Tk, device=q.device)
-    return (i[:, None] + (Tk - Tq) - j).abs().to(acc_dtype(q.dtype))
-
-
-def _uniform_bits(seed: Tensor, B: int, H: int, Tq: int, Tk: int) -> Tensor:
-    """(B, H, Tq, Tk) 32-bit numbers as int64: word j % 4 of philox(seed, (j // 4, i, h, b))."""
-    mask, device = 0xFFFFFFFF, seed.device
-    key = [seed & mask, (seed >> 32) & mask]
-    axes = [(Tk + 3) // 4, Tq, H, B]
-    c = [
-        torch.arange(n, device=device).view([-1 if d == 3 - a else 1 for d in range(4)])
-        for a, n in enumerate(axes)
-    ]
-
-    def product(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:  # high and low 32 bits
-        low, high = multiplier * (x & 0xFFFF), multiplier * (x >> 16)
-        return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & mask
-
-    for _ in range(10):
-        hi0, lo0 = product(0xD2511F53, c[0])
-        hi1, lo1 = product(0xCD9E8D57, c[2])
-        c = [hi1 ^ c[1] ^ key[0], lo1, hi0 ^ c[3] ^ key[1], lo0]
-        key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
-    words = torch.stack([x.expand(B, H, Tq, axes[0]) for x in c], dim=-1)
-    return words.reshape(B, H, Tq, 4 * axes[0])[..., :Tk]
-
-
-def _masked_matmul(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
-    """a @ b for an `a` that is 0 where not seen: an inf or NaN of b only reaches the rows that see it."""
-    odd = ~torch.isfinite(b)
-    hit = seen.to(a.dtype) @ odd.to(a.dtype) > 0
-    return torch.where(hit, a @ b, a @ b.masked_fill(odd, 0.0))
-
-
-class _Probabilities(NamedTuple):
-    seen: Tensor  # (.., Tq, Tk) bool
-    p: Tensor  # (B, H, Tq, Tk): softmax over the real keys, 0 where not seen
-    lse: Tensor  # (B, H, Tq): natural log, over the real keys
-    slope: Tensor | float  # derivative of the capped score
-    keep: Tensor | float  # dropout: 0 or 1 / (1 - p)
-    share: Tensor | float  # (B, H, Tq, 1): what the sink leaves
-
-
-def _probabilities(
-    q: Tensor, k: Tensor, scale: float, left: int, right: int, top_left: bool, extra: _Extra
-) -> _Probabilities:
-    acc = acc_dtype(q.dtype)
-    q_, k_ = _by_head(q, q.shape[2]), _by_head(k, q.shape[2])
-    s = (q_ @ k_.transpose(-1, -2)) * scale
-    slope: Tensor | float = 1.0
-    if extra.softcap is not None:
-        capped = torch.tanh(s / extra.softcap)
-        s, slope = extra.softcap * capped, 1.0 - capped.square()
-    seen = _visible(q, k, left, right, top_left)
-    if extra.bias is not None:
-        s = s + extra.bias.to(acc)
-        seen = seen & (extra.bias != -math.inf)
-    if extra.alibi is not None:
-        s = s - extra.alibi.to(acc)[..., None, None] * _alibi_distance(q, k)
-    s = s.masked_fill(~seen, -math.inf)
-    lse = torch.logsumexp(s, dim=-1)
-    # Not exp(s - lse): next to a score of finfo.min, log(n) is lost in lse.
-    p = torch.softmax(s, dim=-1).masked_fill(~seen, 0.0)
-    share: Tensor | float = 1.0
-    if extra.sinks is not None:
-        share = torch.sigmoid(lse - extra.sinks.to(acc)[:, None])[..., None]
-    keep: Tensor | float = 1.0
-    if extra.dropout_p > 0.0:
-        assert extra.seed is not None
-        drop = round(extra.dropout_p * 2**32)
-        bits = _uniform_bits(extra.seed, *s.shape)
-        keep = (bits >= drop).to(acc) * (2**32 / max(2**32 - drop, 1))
-    return _Probabilities(seen, p, lse, slope, keep, share)
-
-
-def _by_head(x: Tensor, H: int) -> Tensor:
-    """(B, T, G, C) as (B, H, T, C) in the accumulator's dtype."""
-    x = x.to(acc_dtype(x.dtype)).transpose(1, 2)
-    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
-
-
-def _sum_groups(x: Tensor, like: Tensor) -> Tensor:
-    """(B, H, T, C) summed over the query heads of each group, as `like` (B, T, G, C)."""
-    B, T, G, C = like.shape
-    x = x.reshape(B, G, x.shape[1] // max(G, 1), T, C).sum(2) if x.shape[1] != G else x
-    return x.transpose(1, 2).to(like.dtype).contiguous()
-
-
-_NO_EXTRA = _Extra()
-
-
-def _fwd_reference(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, top_left: bool,
-    extra: _Extra = _NO_EXTRA,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x = _probabilities(q, k, scale, left, right, top_left, extra)
-    out = _masked_matmul(x.p * x.keep * x.share, _by_head(v, q.shape[2]), x.seen)
-    return out.transpose(1, 2).to(q.dtype).contiguous(), x.lse
-
-
-def _bwd_all_reference(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    scale: float, left: int, right: int, top_left: bool, extra: _Extra = _NO_EXTRA,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dq, dk, dv, the gradient of the score (B, H, Tq, Tk) and that of the sinks."""
-    H = q.shape[2]
-    x = _probabilities(q, k, scale, left, right, top_left, extra)
-    g, v_ = _by_head(dout, H), _by_head(v, H)
-    delta = (g * _by_head(out, H)).sum(-1, keepdim=True)
-    ds = x.p * x.share * (x.keep * (g @ v_.transpose(-1, -2)) - delta)
-    if dlse is not None:
-        ds = ds + x.p * dlse[..., None]
-    ds = ds.masked_fill(~x.seen, 0.0)
-    dqk = ds * x.slope * scale
-    dqk = dqk.masked_fill(~x.seen, 0.0)
-    seen_t = x.seen.transpose(-1, -2)
-    dq = _masked_matmul(dqk, _by_head(k, H), x.seen)
-    dk = _masked_matmul(dqk.transpose(-1, -2), _by_head(q, H), seen_t)
-    dv = _masked_matmul((x.p * x.keep * x.share).transpose(-1, -2), g, seen_t)
-    dsinks = None
-    if extra.sinks is not None:
-        dsinks = -((1.0 - x.share) * delta).sum((0, 2, 3))
-    return (
-        dq.transpose(1, 2).to(q.dtype).contiguous(),
-        _sum_groups(dk, k),
-        _sum_groups(dv, v),
-        ds,
-        dsinks,
-    )
-
-
-def _bwd_reference(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, left: int, right: int, top_left: bool, need_dq: bool, need_dk: bool, need_dv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grads = _bwd_all_reference(dout, dlse, q, k, v, out, scale, left, right, top_left)[:3]
-    dq, dk, dv = (
-        x if need else q.new_empty(0) for x, need in zip(grads, (need_dq, need_dk, need_dv))
-    )
-    return dq, dk, dv
 
 
 def _fwd_fake(
@@ -226,28 +56,12 @@ def _bwd_fake(
     )
 
 
-def _fwd_triton(*args: Any) -> Any:
-    from trainwright.kernels import flash_attention as kernel
-
-    return kernel.flash_attention_fwd(*args)
-
-
-def _bwd_triton(*args: Any) -> Any:
-    from trainwright.kernels import flash_attention as kernel
-
-    return kernel.flash_attention_bwd(*args)
-
-
-_fwd = _library.define("flash_attention_fwd" + FWD, _fwd_reference, _fwd_fake)
-_bwd = _library.define("flash_attention_bwd" + BWD, _bwd_reference, _bwd_fake)
-_FORWARD = {
-    "cpu": _fwd,
-    "triton": _library.define_triton("flash_attention_fwd_triton" + FWD, _fwd_triton, _fwd_fake),
-}
-_BACKWARD = {
-    "cpu": _bwd,
-    "triton": _library.define_triton("flash_attention_bwd_triton" + BWD, _bwd_triton, _bwd_fake),
-}
+_FORWARD = _library.define_backends(
+    "flash_attention", "flash_attention_fwd" + FWD, fwd_reference, _fwd_fake
+)
+_BACKWARD = _library.define_backends(
+    "flash_attention", "flash_attention_bwd" + BWD, bwd_reference, _bwd_fake
+)
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -272,44 +86,6 @@ class _FlashAttention(torch.autograd.Function):
         need = ctx.needs_input_grad[:3]
         grads = _BACKWARD[ctx.backend](dout, dlse, q, k, v, out, lse, *ctx.options, *need)
         return (*(g if n else None for g, n in zip(grads, need)), *[None] * 5)
-
-
-class _Reference(torch.autograd.Function):
-    """Every option, on the torch reference."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alibi: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
-        seed: Tensor | None, scale: float, left: int, right: int, top_left: bool, softcap: float | None,
-        dropout_p: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        extra = _Extra(softcap, alibi, bias, sinks, dropout_p, seed)
-        out, lse = _fwd_reference(q, k, v, scale, left, right, top_left, extra)
-        ctx.save_for_backward(q, k, v, out, alibi, bias, sinks, seed)
-        ctx.options, ctx.softcap, ctx.dropout_p = (scale, left, right, top_left), softcap, dropout_p
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, alibi, bias, sinks, seed = ctx.saved_tensors
-        extra = _Extra(ctx.softcap, alibi, bias, sinks, ctx.dropout_p, seed)
-        if dout is None:
-            dout = torch.zeros_like(out)
-        scale, left, right, top_left = ctx.options
-        dq, dk, dv, ds, dsinks = _bwd_all_reference(
-            dout, dlse, q, k, v, out, scale, left, right, top_left, extra
-        )
-        dalibi = dbias = None
-        if alibi is not None and ctx.needs_input_grad[3]:
-            dalibi = -(ds * _alibi_distance(q, k)).sum((2, 3))
-            dalibi = (dalibi if alibi.dim() == 2 else dalibi.sum(0)).to(alibi.dtype)
-        if bias is not None and ctx.needs_input_grad[4]:
-            dbias = ds.sum_to_size(bias.shape).to(bias.dtype)
-        if sinks is not None and dsinks is not None:
-            dsinks = dsinks.to(sinks.dtype)
-        return dq, dk, dv, dalibi, dbias, dsinks, *[None] * 7
 
 
 def _autocast(q: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -489,7 +265,7 @@ def flash_attention(
         drawn = _seed_tensor(seed, q.device) if dropout_p > 0 else None
         cap = None if softcap is None else float(softcap)
         terms = (alibi_slopes, bias, sinks, drawn)
-        out, lse = _Reference.apply(q, k, v, *terms, *band, cap, float(dropout_p))
+        out, lse = AttentionReference.apply(q, k, v, *terms, *band, cap, float(dropout_p))
     else:
         out, lse = _FlashAttention.apply(q, k, v, *band, chosen)
     return (out, lse) if return_lse else out
@@ -547,84 +323,6 @@ def merge_attention(
     out = part(weight_a, a, out_a) + part(weight_b, b, out_b)
     lse = (shift + torch.log(total)).masked_fill(empty, -math.inf)
     return out.to(out_a.dtype), lse
-
-
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    backend: str | None = None,
-) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` on `flash_attention`: same arguments, same meaning.
-
-    Args:
-        query: (..., H, Tq, D); key (..., G, Tk, D); value (..., G, Tk, Dv); G = H unless `enable_gqa`.
-        attn_mask: broadcastable to (..., H, Tq, Tk): bool (True: attend) or a float term added to the score.
-        dropout_p: probability of dropping a weight; drawn from torch's default generator.
-        is_causal: top-left causal mask; not together with attn_mask.
-        scale: default 1/√D.
-        enable_gqa: H may be a multiple of G.
-        backend: None, "cpu", "cuda", "triton" or "torch".
-
-    Returns:
-        (..., H, Tq, Dv), dtype of query.
-
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind, dtype, shape or range.
-        trainwright.BackendError: no backend can run the call.
-
-    Numerics: those of `flash_attention`.
-
-    Source: torch.nn.functional.scaled_dot_product_attention, whose documentation is the specification.
-
-    >>> import torch, trainwright as tw
-    >>> x = torch.ones(1, 1, 3, 4)
-    >>> tw.scaled_dot_product_attention(x, x, x, is_causal=True).shape
-    torch.Size([1, 1, 3, 4])
-    """
-    op = "scaled_dot_product_attention"
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_tensor(op, name, x, min_dim=2)
-        if x.dim() != query.dim():
-            raise value_error(op, name, f"{query.dim()} dimensions, as query", tuple(x.shape))
-    if attn_mask is not None and is_causal:
-        raise value_error(op, "attn_mask", "None together with is_causal=True", "a mask")
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    heads = query.shape[-3] if query.dim() > 2 else 1
-    if not enable_gqa and query.dim() > 2:
-        heads = torch.broadcast_shapes(query.shape[-3:-2], key.shape[-3:-2], value.shape[-3:-2])[0]
-
-    def by_token(x: Tensor) -> Tensor:  # (B, T, heads, channels)
-        if x.dim() == 2:
-            return x[None, :, None]
-        x = x.expand(*lead, x.shape[-3] if enable_gqa else heads, *x.shape[-2:])
-        return x.reshape(-1 if x.numel() else math.prod(lead), *x.shape[-3:]).transpose(1, 2)
-
-    bias = attn_mask
-    if bias is not None:
-        if not isinstance(bias, Tensor) or bias.dtype not in (torch.bool, query.dtype):
-            got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-            raise type_error(op, "attn_mask", f"None or a tensor of bool or {query.dtype}", got)
-        if bias.dtype == torch.bool:
-            zero = torch.zeros((), dtype=query.dtype, device=bias.device)
-            bias = torch.where(bias, zero, -math.inf)
-        if bias.dim() > 4 or (query.dim() != 4 and bias.dim() > 2):
-            bias = bias.expand(*lead, heads, query.shape[-2], key.shape[-2])
-            bias = bias.reshape(-1, *bias.shape[-3:])
-    out = flash_attention(
-        by_token(query), by_token(key), by_token(value), causal=is_causal, causal_align="top-left", scale=scale,
-        bias=bias, dropout_p=dropout_p, backend=backend,
-    )  # fmt: skip
-    assert isinstance(out, Tensor)
-    if query.dim() == 2:
-        return out[0, :, 0]
-    return out.transpose(1, 2).reshape(*lead, heads, query.shape[-2], value.shape[-1])
 
 
 @dispatch.self_check("flash_attention")

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainwright.ops import _library
+from trainwright.ops._library import acc_dtype
 
 __all__: list[str] = []
 
@@ -27,11 +28,6 @@ SCHEMA = (
     " -> (Tensor, Tensor)"
 )
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}  # trainwright/activation.h
-
-
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums over elements of `dtype` are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def activate(z: Tensor, activation: int) -> Tensor:
@@ -69,12 +65,6 @@ def gemm_fake(
     return a.new_empty(shape, dtype=dtype), a.new_empty(shape if save_pre else (0,), dtype=dtype)
 
 
-def _gemm_triton(*args: Any) -> Any:
-    from trainwright.kernels import gemm as kernel
-
-    return kernel.gemm(*args)
-
-
 def gemm_out_reference(c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     c.copy_(gemm_reference(a, b, bias, None, 0, c.dtype, False)[0])
 
@@ -88,8 +78,8 @@ def _in_place_fake(*args: Any) -> None:
     return None
 
 
-gemm = _library.define("gemm" + SCHEMA, gemm_reference, gemm_fake)
-gemm_triton = _library.define_triton("gemm_triton" + SCHEMA, _gemm_triton, gemm_fake)
+GEMM = _library.define_backends("gemm", "gemm" + SCHEMA, gemm_reference, gemm_fake)
+gemm = GEMM["cpu"]
 gemm_out_ = _library.define(
     "gemm_out_(Tensor(a!) c, Tensor a, Tensor b, Tensor? bias) -> ()",
     gemm_out_reference,

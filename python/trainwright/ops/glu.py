@@ -69,32 +69,8 @@ def _bwd_fake(
     )
 
 
-def _fwd_triton(*args: Any) -> Any:
-    from trainwright.kernels import glu as kernel
-
-    return kernel.glu_fwd(*args)
-
-
-def _bwd_triton(*args: Any) -> Any:
-    from trainwright.kernels import glu as kernel
-
-    return kernel.glu_bwd(*args)
-
-
-_fwd = _library.define("glu_fwd" + FWD, _fwd_reference, _fwd_fake)
-_bwd = _library.define("glu_bwd" + BWD, _bwd_reference, _bwd_fake)
-_FORWARD = {
-    "cpu": _fwd,
-    "cuda": _fwd,
-    "triton": _library.define_triton("glu_fwd_triton" + FWD, _fwd_triton, _fwd_fake),
-    "torch": _fwd_reference,
-}
-_BACKWARD = {
-    "cpu": _bwd,
-    "cuda": _bwd,
-    "triton": _library.define_triton("glu_bwd_triton" + BWD, _bwd_triton, _bwd_fake),
-    "torch": _bwd_reference,
-}
+_FORWARD = _library.define_backends("glu", "glu_fwd" + FWD, _fwd_reference, _fwd_fake)
+_BACKWARD = _library.define_backends("glu", "glu_bwd" + BWD, _bwd_reference, _bwd_fake)
 
 
 class _GLU(torch.autograd.Function):

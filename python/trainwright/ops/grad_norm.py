@@ -37,7 +37,7 @@ def _stats_reference(tensors: list[Tensor], p: float) -> Tensor:
 
 def _scale_reference(tensors: list[Tensor], factor: Tensor) -> None:
     for t in tensors:
-        wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+        wide = _library.acc_dtype(t.dtype)
         t.copy_(t.to(wide) * factor.to(wide))
 
 
@@ -49,32 +49,12 @@ def _scale_fake(tensors: list[Tensor], factor: Tensor) -> None:
     return None
 
 
-def _stats_triton(tensors: list[Tensor], p: float) -> Tensor:
-    from trainwright.kernels import grad_norm as kernel
-
-    return kernel.grad_stats(tensors, p)
-
-
-def _scale_triton(tensors: list[Tensor], factor: Tensor) -> None:
-    from trainwright.kernels import grad_norm as kernel
-
-    kernel.grad_scale_(tensors, factor)
-
-
-_stats = _library.define("grad_stats" + STATS, _stats_reference, _stats_fake)
-_scale = _library.define("grad_scale_" + SCALE, _scale_reference, _scale_fake)
-GRAD_STATS = {
-    "cpu": _stats,
-    "cuda": _stats,
-    "triton": _library.define_triton("grad_stats_triton" + STATS, _stats_triton, _stats_fake),
-    "torch": _stats_reference,
-}
-GRAD_SCALE = {
-    "cpu": _scale,
-    "cuda": _scale,
-    "triton": _library.define_triton("grad_scale_triton_" + SCALE, _scale_triton, _scale_fake),
-    "torch": _scale_reference,
-}
+GRAD_STATS = _library.define_backends(
+    "grad_norm", "grad_stats" + STATS, _stats_reference, _stats_fake
+)
+GRAD_SCALE = _library.define_backends(
+    "grad_norm", "grad_scale_" + SCALE, _scale_reference, _scale_fake
+)
 
 
 def _check_p(op: str, norm_type: Any) -> float:

@@ -11,6 +11,7 @@ from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_number, check_tensor
 from trainwright.ops import _library
+from trainwright.ops._library import acc_dtype
 
 __all__ = ["layer_norm"]
 
@@ -24,16 +25,11 @@ BWD = (
 )
 
 
-def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums over elements of `dtype` are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _fwd_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x if residual is None else x + residual
-    h = total.to(_acc_dtype(x.dtype))
+    h = total.to(acc_dtype(x.dtype))
     mean = h.mean(-1, keepdim=True)
     low = (h - mean).mean(-1, keepdim=True)  # what rounding took from the mean
     centred = (h - mean) - low
@@ -70,7 +66,7 @@ def _fwd_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     total = x.new_empty(0) if residual is None else torch.empty_like(x)
-    return torch.empty_like(x), total, x.new_empty((rows, 3), dtype=_acc_dtype(x.dtype))
+    return torch.empty_like(x), total, x.new_empty((rows, 3), dtype=acc_dtype(x.dtype))
 
 
 def _bwd_fake(
@@ -82,32 +78,10 @@ def _bwd_fake(
     return dx, stats.new_empty(size), stats.new_empty(size)
 
 
-def _fwd_triton(*args: Any) -> Any:
-    from trainwright.kernels import layer_norm as kernel
-
-    return kernel.layer_norm_fwd(*args)
-
-
-def _bwd_triton(*args: Any) -> Any:
-    from trainwright.kernels import layer_norm as kernel
-
-    return kernel.layer_norm_bwd(*args)
-
-
-_fwd = _library.define("layer_norm_fwd" + FWD, _fwd_reference, _fwd_fake)
-_bwd = _library.define("layer_norm_bwd" + BWD, _bwd_reference, _bwd_fake)
-_FORWARD = {
-    "cpu": _fwd,
-    "cuda": _fwd,
-    "triton": _library.define_triton("layer_norm_fwd_triton" + FWD, _fwd_triton, _fwd_fake),
-    "torch": _fwd_reference,
-}
-_BACKWARD = {
-    "cpu": _bwd,
-    "cuda": _bwd,
-    "triton": _library.define_triton("layer_norm_bwd_triton" + BWD, _bwd_triton, _bwd_fake),
-    "torch": _bwd_reference,
-}
+_FORWARD = _library.define_backends("layer_norm", "layer_norm_fwd" + FWD, _fwd_reference, _fwd_fake)
+_BACKWARD = _library.define_backends(
+    "layer_norm", "layer_norm_bwd" + BWD, _bwd_reference, _bwd_fake
+)
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -12,7 +12,8 @@ from trainwright import dispatch
 from trainwright.dispatch import Candidate, Yield
 from trainwright.errors import FLOAT_DTYPES, check_tensor, type_error, value_error
 from trainwright.ops import _library
-from trainwright.ops.gemm import ACTIVATIONS, acc_dtype, gemm, gemm_reference, gemm_triton
+from trainwright.ops._library import acc_dtype
+from trainwright.ops.gemm import ACTIVATIONS, GEMM
 
 __all__ = ["linear"]
 
@@ -51,19 +52,7 @@ def _bwd_fake(
     return dy.new_empty(0) if pre is None else torch.empty_like(dy), dbias
 
 
-def _bwd_triton(*args: Any) -> Any:
-    from trainwright.kernels import linear as kernel
-
-    return kernel.linear_bwd(*args)
-
-
-_bwd = _library.define("linear_bwd" + BWD, _bwd_reference, _bwd_fake)
-_GEMM = {"cpu": gemm, "triton": gemm_triton, "torch": gemm_reference}
-_BACKWARD = {
-    "cpu": _bwd,
-    "triton": _library.define_triton("linear_bwd_triton" + BWD, _bwd_triton, _bwd_fake),
-    "torch": _bwd_reference,
-}
+_BACKWARD = _library.define_backends("linear", "linear_bwd" + BWD, _bwd_reference, _bwd_fake)
 
 
 class _Linear(torch.autograd.Function):
@@ -81,7 +70,7 @@ class _Linear(torch.autograd.Function):
         # The slope of relu can be read off its result: one tensor less to keep.
         reuse = activation == ACTIVATIONS["relu"] and residual is None
         need_pre = activation != 0 and (need_x or need_weight or need_bias)
-        y, pre = _GEMM[backend](
+        y, pre = GEMM[backend](
             x, weight.t(), bias, residual, activation, x.dtype, need_pre and not reuse
         )
         ctx.save_for_backward(
@@ -97,7 +86,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, pre = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
-        product = _GEMM[ctx.backend]
+        product = GEMM[ctx.backend]
         dz, dx, dw, dbias = dy, None, None, None
         if pre is not None or need_bias:
             slope, dbias = _BACKWARD[ctx.backend](dy.contiguous(), pre, ctx.activation, need_bias)

@@ -22,27 +22,22 @@ from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_tensor, value_error
 from trainwright.ops import _library
+from trainwright.ops._cross_entropy_tiles import NONE, OPTIONS, REDUCTIONS
+from trainwright.ops._library import acc_dtype
 from trainwright.ops._logit_tiles import Needs, backward, forward, forward_backward, walks_rows
-from trainwright.ops.cross_entropy import (
-    NONE,
-    REDUCTIONS,
-    acc_dtype,
-    check_options,
-    check_target,
-)
+from trainwright.ops.cross_entropy import check_options, check_target
 
 __all__ = ["linear_cross_entropy"]
 
 Options = tuple[int, float, float, float]  # ignore_index, label_smoothing, z_loss, softcap
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
-FWD = f"({_INPUTS}, {_OPTIONS}, int reduction, str backend) -> (Tensor, Tensor, Tensor)"
+FWD = f"({_INPUTS}, {OPTIONS}, int reduction, str backend) -> (Tensor, Tensor, Tensor)"
 BWD = (
-    f"(Tensor dloss, {_INPUTS}, Tensor lse, Tensor scale, {_OPTIONS}, str backend, bool[3] needs) "
+    f"(Tensor dloss, {_INPUTS}, Tensor lse, Tensor scale, {OPTIONS}, str backend, bool[3] needs) "
     "-> (Tensor, Tensor, Tensor)"
 )
-FWD_BWD = f"({_INPUTS}, {_OPTIONS}, int reduction, str backend, bool[3] needs) -> (Tensor, Tensor, Tensor, Tensor)"
+FWD_BWD = f"({_INPUTS}, {OPTIONS}, int reduction, str backend, bool[3] needs) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
 def _forward_fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

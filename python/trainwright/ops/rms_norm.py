@@ -14,6 +14,7 @@ from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_number, check_tensor
 from trainwright.ops import _library
+from trainwright.ops._library import acc_dtype
 
 __all__ = ["rms_norm"]
 
@@ -22,11 +23,6 @@ BWD = (
     "(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, bool need_dx, bool need_dw) "
     "-> (Tensor, Tensor)"
 )
-
-
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums over elements of `dtype` are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _fwd_reference(
@@ -72,32 +68,8 @@ def _bwd_fake(
     return dx, rstd.new_empty(x.shape[-1] if need_dw else 0)
 
 
-def _fwd_triton(*args: Any) -> Any:
-    from trainwright.kernels import rms_norm as kernel
-
-    return kernel.rms_norm_fwd(*args)
-
-
-def _bwd_triton(*args: Any) -> Any:
-    from trainwright.kernels import rms_norm as kernel
-
-    return kernel.rms_norm_bwd(*args)
-
-
-_fwd = _library.define("rms_norm_fwd" + FWD, _fwd_reference, _fwd_fake)
-_bwd = _library.define("rms_norm_bwd" + BWD, _bwd_reference, _bwd_fake)
-_FORWARD = {
-    "cpu": _fwd,
-    "cuda": _fwd,
-    "triton": _library.define_triton("rms_norm_fwd_triton" + FWD, _fwd_triton, _fwd_fake),
-    "torch": _fwd_reference,
-}
-_BACKWARD = {
-    "cpu": _bwd,
-    "cuda": _bwd,
-    "triton": _library.define_triton("rms_norm_bwd_triton" + BWD, _bwd_triton, _bwd_fake),
-    "torch": _bwd_reference,
-}
+_FORWARD = _library.define_backends("rms_norm", "rms_norm_fwd" + FWD, _fwd_reference, _fwd_fake)
+_BACKWARD = _library.define_backends("rms_norm", "rms_norm_bwd" + BWD, _bwd_reference, _bwd_fake)
 
 
 class _RMSNorm(torch.autograd.Function):

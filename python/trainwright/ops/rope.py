@@ -34,7 +34,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def _reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc = _library.acc_dtype(q.dtype)
     c, s = cos.to(acc).unsqueeze(-2), sin.to(acc).unsqueeze(-2)
     s = -s if inverse else s
     k_out = q.new_empty(0) if k is None else _rotate(k, c, s, interleaved)
@@ -47,19 +47,7 @@ def _fake(
     return q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)
 
 
-def _triton(*args: Any) -> Any:
-    from trainwright.kernels import rope as kernel
-
-    return kernel.rope(*args)
-
-
-_rope = _library.define("rope" + SCHEMA, _reference, _fake)
-_ROPE = {
-    "cpu": _rope,
-    "cuda": _rope,
-    "triton": _library.define_triton("rope_triton" + SCHEMA, _triton, _fake),
-    "torch": _reference,
-}
+_ROPE = _library.define_backends("rope", "rope" + SCHEMA, _reference, _fake)
 
 
 class _Rope(torch.autograd.Function):

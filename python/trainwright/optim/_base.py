@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from trainwright import dispatch
-from trainwright.errors import FLOAT_DTYPES, check_bool, check_number, type_error, value_error
+from trainwright.errors import (
+    FLOAT_DTYPES,
+    check_bool,
+    check_int,
+    check_number,
+    type_error,
+    value_error,
+)
 from trainwright.ops.grad_norm import GRAD_STATS
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -115,8 +122,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         check_bool(op, "stochastic_rounding", stochastic_rounding)
         if stochastic_rounding:
             raise ValueError(f"{op}: stochastic_rounding: not supported yet, use fp32 masters")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise type_error(op, "seed", "an int", type(seed).__name__)
+        check_int(op, "seed", seed)
         if max_grad_norm is not None:
             check_number(op, "max_grad_norm", max_grad_norm, minimum=0.0)
         if backend is not None and backend not in dispatch.BACKENDS:

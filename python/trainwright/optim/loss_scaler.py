@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainwright import dispatch
-from trainwright.errors import check_bool, check_number, type_error, value_error
+from trainwright.errors import check_bool, check_int, check_number, type_error, value_error
 from trainwright.ops.grad_norm import GRAD_SCALE, GRAD_STATS
 
 __all__ = ["LossScaler"]
@@ -61,10 +61,7 @@ class LossScaler:
             if value <= 0:
                 raise value_error(op, name, "a positive number", value)
         for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise type_error(op, name, "an int", type(count).__name__)
-            if count < 1:
-                raise value_error(op, name, "at least 1", count)
+            check_int(op, name, count, minimum=1)
         if growth_factor <= 1.0:
             raise value_error(op, "growth_factor", "a number above 1", growth_factor)
         if backoff >= 1.0:

@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.ops._library import acc_dtype
+
 Group = dist.ProcessGroup | None
 # torch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 CHUNK_BYTES = 1 << 20  # a chunk smaller than this costs more in messages than its overlap saves
 MAX_CHUNKS = 4
-
-
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def split_evenly(total: int, parts: int) -> list[int]:

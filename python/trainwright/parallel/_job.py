@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainwright import dispatch
-from trainwright.ops.bucket_pack import _PACK, _SUM, _UNPACK
+from trainwright.ops.bucket_pack import PACK_OPS, SUM_OPS, UNPACK_OPS
 from trainwright.parallel.layout import Bucket
 
 
@@ -116,7 +116,7 @@ class Pool:
         self._free += [b.untyped_storage() for b in buffers]
 
 
-_OPS = {"bucket_pack": _PACK, "bucket_unpack": _UNPACK, "ordered_sum": _SUM}
+_OPS = {"bucket_pack": PACK_OPS, "bucket_unpack": UNPACK_OPS, "ordered_sum": SUM_OPS}
 
 
 def run_op(op: str, flat: Tensor, *args: Any) -> None:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.ops._library import acc_dtype
 from trainwright.ops.gemm import gemm, gemm_add_
 from trainwright.parallel._exchange import (
     Group,
     RowAllReduce,
     ScatteredSum,
-    acc_dtype,
     gathered_shards,
     ordered_all_reduce,
     shard_slice,

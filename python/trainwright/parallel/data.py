@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.errors import check_bool, check_number, type_error, value_error
+from trainwright.errors import check_bool, check_int, check_number, type_error, value_error
 from trainwright.parallel import _checks
 from trainwright.parallel._driver import TIMEOUT_SHARE
 from trainwright.parallel._replicas import BufferSync, broadcast_from_first
@@ -172,9 +172,8 @@ class DataParallel(nn.Module):
         to the result.
         """
         op = "DataParallel.accumulate"
-        for name, value in (("i", i), ("n", n)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise type_error(op, name, "an int", type(value).__name__)
+        check_int(op, "i", i)
+        check_int(op, "n", n)
         if not 0 <= i < n:
             raise value_error(op, "i", f"a number in 0..{n - 1}", i)
         self._reducer.enter_micro(i, n)

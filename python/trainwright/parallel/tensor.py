@@ -22,7 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.errors import FLOAT_DTYPES, check_bool, check_tensor, type_error, value_error
+from trainwright.errors import (
+    FLOAT_DTYPES,
+    check_bool,
+    check_int,
+    check_tensor,
+    type_error,
+    value_error,
+)
 from trainwright.parallel import _sharded_linear
 from trainwright.parallel._exchange import Group, gather_sizes, shard_slice, split_evenly
 
@@ -50,10 +57,7 @@ class _ParallelLinear(nn.Module):
         super().__init__()
         self.name = type(self).__name__
         for argument, value in (("in_features", in_features), ("out_features", out_features)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise type_error(self.name, argument, "an int", type(value).__name__)
-            if value < 0:
-                raise value_error(self.name, argument, "at least 0", value)
+            check_int(self.name, argument, value, minimum=0)
         check_bool(self.name, "bias", bias)
         check_bool(self.name, "sequence_parallel", sequence_parallel)
         if overlap not in ("auto", "off"):
