@@ -99,6 +99,7 @@ class Async : public Extension {
     return warps_[w.index()];
   }
 
+  void add(Warp& w, const Copy& copy);
   // Runs the copies that wait_group(pending) of the lanes waits for.
   void wait_copies(Warp& w, uint32_t lanes, uint32_t pending);
   // Runs those issued before operation `id`; barriers: where the lanes report them, or null.
@@ -125,6 +126,19 @@ class Async : public Extension {
 
   std::vector<OfWarp> warps_;
   std::vector<std::unique_ptr<BulkOperation>> bulk_;
+};
+
+// Gives a deferred operation the lane that issued it: faults name it.
+class AsLane {
+ public:
+  AsLane(Warp& w, int lane) : w_(w), exec_(w.exec) { w.exec = 1u << lane; }
+  ~AsLane() { w_.exec = exec_; }
+  AsLane(const AsLane&) = delete;
+  AsLane& operator=(const AsLane&) = delete;
+
+ private:
+  Warp& w_;
+  uint32_t exec_;
 };
 
 inline Async& async_of(const Warp& w) { return w.block().extension<Async>(); }

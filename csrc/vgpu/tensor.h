@@ -37,4 +37,8 @@ void push_address(Decode& d, size_t operand, ptx::Space space);
 uint64_t pool_address(const Warp& w, const uint32_t* words, ptx::Space space, int lane);
 void pool_addresses(const Warp& w, const uint32_t* words, ptx::Space space, uint64_t* address);
 
+// The mbarrier that an operand addresses: kept as lanes.h keeps an address, its space in op[6]. Takes `.b64`.
+void take_barrier(Decode& d, size_t operand, int at);
+void barrier_addresses(Warp& w, const Instr& in, int at, uint64_t* address, uint8_t** host);
+
 }  // namespace tw::vgpu
