@@ -1,7 +1,9 @@
 """The checker: planted faults of each kind are found and named, correct kernels pass, and a kernel that lost one of its
 synchronisation instructions is noticed."""
 
+import functools
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ HEADER = """.version 8.5
   .reg .pred %p<8>;
   .reg .b32 %r<32>;
   .reg .b64 %rd<8>;
-  .shared .align 128 .b8 tile[4096];
+  .reg .f32 %f<8>;
+  .shared .align 1024 .b8 tile[16384];
   .shared .align 8 .b8 bar[64];
   ld.param.u64 %rd1, [out];
   ld.param.u64 %rd2, [in];
@@ -212,6 +215,178 @@ FAULTS = {
 }  # fmt: skip
 
 
+LOAD = """@%p1 mbarrier.init.shared.b64 [%r7], 1;
+        fence.proxy.async;
+        bar.sync 0;
+        @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r7], 256;
+        @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r5], [%rd2], 256, [%r7];
+        """
+WAIT = """again: mbarrier.try_wait.parity.shared.b64 %p5, [%r7], 0;
+        @!%p5 bra again;
+        """
+STORE = "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r5], 256;"
+WGMMA = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd6, %rd6, 0, 1, 1, 0, 0;"
+# 64 rows of 128 bytes for wgmma, and their descriptor in %rd6.
+OPERANDS = """shl.b32 %r8, %r1, 6;
+        add.u32 %r8, %r8, %r5;
+        st.shared.v4.u32 [%r8], {0, 0, 0, 0};
+        st.shared.v4.u32 [%r8+16], {0, 0, 0, 0};
+        st.shared.v4.u32 [%r8+32], {0, 0, 0, 0};
+        st.shared.v4.u32 [%r8+48], {0, 0, 0, 0};
+        fence.proxy.async;
+        bar.sync 0;
+        shr.u32 %r9, %r5, 4;
+        cvt.u64.u32 %rd6, %r9;
+        or.b64 %rd6, %rd6, 4611686293305360384;
+        """
+COPY = "cp.async.ca.shared.global [%r6], [%rd4], 4;"
+HOPPER = {"arch": "sm_90a"}
+WARPGROUP = {"arch": "sm_90a", "threads": 128}
+
+FAULTS |= {
+    "cp.async without its wait": (
+        vgpu.AsyncError,
+        "a read at 0x400 while an asynchronous write to it is under way, issued by warp 0, lane 0",
+        COPY + "cp.async.commit_group; ld.shared.u32 %r11, [%r6]; // <-",
+        {},
+    ),
+    "cp.async waits for another group": (
+        vgpu.AsyncError,
+        "nothing has waited for it",
+        COPY + "cp.async.commit_group; cp.async.wait_group 1; ld.shared.u32 %r11, [%r6]; // <-",
+        {},
+    ),
+    "cp.async is overtaken by a store": (
+        vgpu.AsyncError,
+        "a write at 0x400 while an asynchronous write",
+        COPY + "st.shared.u32 [%r6], 1; // <-",
+        {},
+    ),
+    "cp.async of another thread, without a barrier": (
+        vgpu.RaceError,
+        "races with the write of another lane of this warp",
+        COPY + "cp.async.wait_all; xor.b32 %r8, %r6, 4; ld.shared.u32 %r11, [%r8]; // <-",
+        {},
+    ),
+    "bulk copy read without a wait": (
+        vgpu.AsyncError,
+        "a read at 0x400 while an asynchronous write to it is under way",
+        LOAD + "bar.sync 0; ld.shared.u32 %r11, [%r6]; // <-",
+        HOPPER,
+    ),
+    "bulk copy, wrong parity": (
+        vgpu.AsyncError,
+        "a read at 0x400 while an asynchronous write to it is under way",
+        LOAD + "bar.sync 0;" + WAIT.replace("], 0;", "], 1;") + "ld.shared.u32 %r11, [%r6]; // <-",
+        HOPPER,
+    ),
+    "bulk copy over a generic write without a proxy fence": (
+        vgpu.RaceError,
+        "an asynchronous write at 0x400 needs a fence.proxy.async after the generic write of warp 0",
+        "@%p1 st.shared.u32 [%r5], 1;" + LOAD.replace("fence.proxy.async;", "")[:-9] + "// <-",
+        HOPPER,
+    ),
+    "bulk copy over what another warp still reads": (
+        vgpu.RaceError,
+        "an asynchronous write at .* races with a read by warp 1",
+        """st.shared.u32 [%r6], 1;
+        bar.sync 0;
+        ld.shared.u32 %r11, [%r6];
+        """ + LOAD.replace("bar.sync 0;", "bar.warp.sync -1; nanosleep.u32 1;")[:-9] + "// <-",
+        HOPPER,
+    ),
+    "bulk copy announces too many bytes": (
+        vgpu.DeadlockError,
+        "16 bytes outstanding",
+        LOAD.replace("_, [%r7], 256", "_, [%r7], 272") + WAIT.replace("0;", "0; // <-", 1),
+        HOPPER,
+    ),
+    "bulk copy that nobody waits for": (
+        vgpu.AsyncError,
+        "the block has ended while this asynchronous load still writes",
+        LOAD[:-9] + "// <-",
+        HOPPER,
+    ),
+    "bulk store without a proxy fence": (
+        vgpu.RaceError,
+        "an asynchronous read at 0x400 needs a fence.proxy.async after the generic write of warp 0, lane 0",
+        "st.shared.u32 [%r6], 1; bar.sync 0;" + STORE + "// <-",
+        HOPPER,
+    ),
+    "bulk store of what nobody wrote": (
+        vgpu.UninitialisedError,
+        "an asynchronous read at 0x400, which nobody has written",
+        STORE + "// <-",
+        HOPPER,
+    ),
+    "bulk store overtaken by a store": (
+        vgpu.AsyncError,
+        "a write at 0x400 while an asynchronous operation of warp 0 still reads it",
+        "st.shared.u32 [%r6], 1; fence.proxy.async; bar.sync 0;" + STORE + """
+        cp.async.bulk.commit_group;
+        @%p1 st.shared.u32 [%r6], 2; // <-""",
+        HOPPER,
+    ),
+    "bulk store that nobody waits for": (
+        vgpu.AsyncError,
+        "the block has ended while this asynchronous store still reads",
+        "st.shared.u32 [%r6], 1; fence.proxy.async; bar.sync 0;" + STORE + "// <-",
+        HOPPER,
+    ),
+    "mbarrier used before its initialisation is ordered": (
+        vgpu.RaceError,
+        "nothing orders that after its initialisation by warp 0",
+        """@%p1 mbarrier.init.shared.b64 [%r7], 64;
+        bar.warp.sync -1;
+        nanosleep.u32 1;
+        @!%p2 mbarrier.arrive.shared.b64 _, [%r7]; // <-""",
+        HOPPER,
+    ),
+    "mbarrier that was never initialised": (
+        vgpu.BarrierError,
+        "no mbarrier has been initialised",
+        "@%p1 mbarrier.arrive.shared.b64 _, [%r7]; // <-",
+        HOPPER,
+    ),
+    "mbarrier with too many arrivals": (
+        vgpu.BarrierError,
+        "",
+        """@%p1 mbarrier.init.shared.b64 [%r7], 1;
+        @%p1 mbarrier.arrive.noComplete.shared.b64 %rd6, [%r7], 2; // <-""",
+        HOPPER,
+    ),
+    "wgmma accumulator read in flight": (
+        vgpu.AsyncError,
+        "a register is read while a wgmma.mma_async uses it",
+        OPERANDS + "wgmma.fence.sync.aligned;" + WGMMA + """
+        wgmma.commit_group.sync.aligned;
+        add.f32 %f5, %f0, %f1; // <-
+        wgmma.wait_group.sync.aligned 0;""",
+        WARPGROUP,
+    ),
+    "wgmma accumulator written after its fence": (
+        vgpu.AsyncError,
+        "a register of this wgmma.mma_async was written, and no wgmma.fence has come since",
+        OPERANDS + "wgmma.fence.sync.aligned; mov.f32 %f0, 0f00000000;" + WGMMA + "// <-",
+        WARPGROUP,
+    ),
+    "wgmma operand overwritten in flight": (
+        vgpu.AsyncError,
+        "while an asynchronous operation of warp . still reads it",
+        OPERANDS + "wgmma.fence.sync.aligned;" + WGMMA + """
+        wgmma.commit_group.sync.aligned;
+        st.shared.u32 [%r6], 1; // <-""",
+        WARPGROUP,
+    ),
+    "wgmma operand without a proxy fence": (
+        vgpu.RaceError,
+        "needs a fence.proxy.async after the generic write",
+        OPERANDS.replace("fence.proxy.async;", "") + "wgmma.fence.sync.aligned;" + WGMMA + "// <-",
+        WARPGROUP,
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault(name):
     kind, message, body, options = FAULTS[name]
@@ -224,11 +399,31 @@ def test_planted_fault(name):
     assert fault.kernel == "k" and fault.block[1:] == (0, 0) and fault.warp >= 0
     assert fault.ptx_line == line_of_mark(options.get("arch", "sm_80"), body)
     assert f"PTX line {fault.ptx_line}" in str(fault)
-    if kind in (vgpu.RaceError, vgpu.UninitialisedError, vgpu.MemoryFault, vgpu.AsyncError):
-        assert fault.address is not None and 0 <= fault.lane < 32
+    if re.match("k: (shared|global) memory", str(fault)):
+        assert fault.address is not None
+        assert fault.lane >= 0 or fault.instruction.startswith("wgmma")  # wgmma is of no lane
 
 
 # The same accesses with what they need, and idioms that are no races.
+CORRECT_HOPPER = {
+    "bulk copy in and out": LOAD + WAIT + """ld.shared.u32 %r11, [%r6];
+        add.u32 %r11, %r11, 1;
+        @%p2 st.shared.u32 [%r6], %r11;
+        fence.proxy.async;
+        bar.sync 0;
+        """ + STORE + """
+        cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group.read 0;
+        bar.sync 0;
+        st.shared.u32 [%r6], 0;""",
+    "cp.async": COPY + """cp.async.wait_all;
+        bar.sync 0;
+        xor.b32 %r8, %r6, 4;
+        ld.shared.u32 %r11, [%r8];""",
+    "fence by the issuer": "st.shared.u32 [%r6], 1; bar.sync 0; fence.proxy.async;" + STORE + """
+        cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group 0;""",
+}  # fmt: skip
 CORRECT = {
     "barrier between": """st.shared.u32 [%r6], %r1;
         bar.sync 0;
@@ -293,6 +488,27 @@ def test_correct_code_passes(name, reverse):
     run(CORRECT[name], reverse_warps=reverse)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", CORRECT_HOPPER)
+def test_correct_asynchronous_code_passes(name, reverse):
+    run(CORRECT_HOPPER[name], arch="sm_90a", reverse_warps=reverse)
+
+
+def test_wgmma_passes():
+    body = (
+        OPERANDS
+        + "wgmma.fence.sync.aligned;"
+        + WGMMA
+        + """
+        wgmma.commit_group.sync.aligned;
+        wgmma.wait_group.sync.aligned 0;
+        add.f32 %f5, %f0, %f1;
+        bar.sync 0;
+        st.shared.u32 [%r6], 1;"""
+    )
+    run(body, **WARPGROUP)
+
+
 def test_blocks_ordered_by_a_counter_pass():
     """The last block to arrive reads what the others wrote, as in a split reduction."""
     body = """cvt.u64.u32 %rd6, %r10;
@@ -328,3 +544,226 @@ def test_check_off_finds_only_what_the_core_finds():
 def test_check_is_validated(check):
     with pytest.raises(ValueError, match="check: expected True, False, 'strict' or 'global'"):
         vgpu.Device("sm_80", check=check)
+
+
+# ---- mutation: a kernel without one of its synchronisation instructions
+
+SYNCHRONISES = re.compile(
+    r"(?:@!?%\w+\s+)?\b(?:bar\.sync|bar\.arrive|bar\.warp\.sync|barrier\.\w|cp\.async\.(?:bulk\.)?(?:wait|commit)"
+    r"|cp\.async\.mbarrier|fence|membar|wgmma\.(?:fence|commit|wait)|mbarrier\.\w)[^;]*;"
+)
+
+
+def mutants(text, kernel):
+    """(the instruction, the text without it) for each of a kernel; a wait for an mbarrier succeeds instead."""
+    start = text.index(f".entry {kernel}(")
+    end = text.find(".entry", start + 1)
+    for m in SYNCHRONISES.finditer(text, start, end if end > 0 else len(text)):
+        instead = ""
+        if waits := re.search(r"(?:try|test)_wait\S*\s+(%?\w+)\s*,", m[0]):
+            instead = f"setp.eq.u32 {waits[1]}, 0, 0;"
+        yield m[0], text[: m.start()] + instead + text[m.end() :]
+
+
+def close(got, want):
+    return bool(((got.double() - want).abs() <= 2**-8 * want.abs() + 2e-3).all())
+
+
+def matmul_operands(m, n, k, transposed=False):
+    torch.manual_seed(0)
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(*((n, k) if transposed else (k, n))).bfloat16()
+    return a, b, a.double() @ (b.double().T if transposed else b.double())
+
+
+def run_block_reduce(module):
+    x, out = torch.arange(2000.0), torch.zeros(1)
+    module.launch("block_reduce", 2, 256, (x, out, 2000))
+    return out.item() == 2000 * 1999 / 2
+
+
+def run_gemm_cp_async(module):
+    a, b, want = matmul_operands(64, 64, 200)
+    c = torch.full((64, 64), float("nan"))
+    module.launch("gemm_cp_async", (1, 1), 128, (a, b, c, 64, 64, 200))
+    return close(c, want)
+
+
+def run_gemm_tma(module, kernel="gemm_tma_wgmma", rows_of_b=64):
+    a, b, want = matmul_operands(256, 64, 576, transposed=True)
+    c = torch.full((256, 64), float("nan")).bfloat16()
+    boxes = ((a, 128), (b, rows_of_b), (c, 128))
+    maps = [vgpu.tensor_map(x, (rows, 64), swizzle=128) for x, rows in boxes]
+    module.launch(kernel, (1, 2), 384, (*maps, 576), smem=3 * 192 * 128, memory=(a, b, c))
+    return close(c, want)
+
+
+def run_gemm_tma_cluster(module):
+    return run_gemm_tma(module, "gemm_tma_wgmma_cluster", 32)
+
+
+def run_bulk_axpy(module):
+    torch.manual_seed(0)
+    x, y = torch.randn(1024), torch.randn(1024)
+    want = y + 2 * x
+    module.launch("bulk_axpy", 1, 128, (x, y))
+    return torch.equal(y, want)
+
+
+def run_copies_arrive(module):
+    torch.manual_seed(0)
+    x, y = torch.randint(-9, 9, (7, 256)).float(), torch.zeros(256)
+    module.launch("copies_arrive", 1, 128, (x, y, 7))
+    return torch.equal(y, x.sum(0))
+
+
+def run_exchange(module):
+    x, y = torch.arange(1, 5, dtype=torch.int32), torch.zeros(4, 8, dtype=torch.int32)
+    module.launch("exchange", 4, 32, (x, y))
+    rows = [[10, 20, 30, 40, (b + 1) % 4 + 1, b, (b + 1) % 4, 0] for b in range(4)]
+    return y.tolist() == rows
+
+
+INIT_FENCE = (
+    "a barrier follows; Triton emits none at all, so its absence is no rule that can be held"
+)
+REDUNDANT_WGMMA_FENCE = "nothing has touched the registers since the wait of the turn before"
+LAST_RELEASE = "frees a stage that nobody fills again, behind the unrolled loop"
+EPILOGUE_BARRIER = "the rows that a warp overwrites in the epilogue were read by that warp alone"
+FIRST_TURN = (
+    "the first turn of a producer waits for nothing, and the copy of this loop has no second"
+)
+# For each kernel: where its text is, how it is run, and the instructions whose loss is not noticed: how many
+# and why. A reason that starts with "missed" admits a loss that breaks a rule.
+NVCC = {
+    "block_reduce": ("vector_add", run_block_reduce, {}),
+    "gemm_cp_async": ("tensor_sm80", run_gemm_cp_async, {}),
+    "bulk_axpy": ("tensor_sm90a", run_bulk_axpy, {}),
+    "copies_arrive": (
+        "tensor_sm90a",
+        run_copies_arrive,
+        {"mbarrier.try_wait.parity.shared::cta.b64": (2, FIRST_TURN)},
+    ),
+    "exchange": (
+        "tensor_sm90a",
+        run_exchange,
+        {"fence.mbarrier_init.release.cluster": (1, INIT_FENCE)},
+    ),
+    "gemm_tma_wgmma": (
+        "tensor_sm90a",
+        run_gemm_tma,
+        {
+            "fence.mbarrier_init.release.cluster": (1, INIT_FENCE),
+            "wgmma.fence.sync.aligned": (4, REDUNDANT_WGMMA_FENCE),
+            "mbarrier.arrive.shared::cta.b64": (1, LAST_RELEASE),
+            "bar.sync": (1, EPILOGUE_BARRIER),
+        },
+    ),
+    "gemm_tma_wgmma_cluster": (
+        "tensor_sm90a",
+        run_gemm_tma_cluster,
+        {
+            "fence.mbarrier_init.release.cluster": (1, INIT_FENCE),
+            "wgmma.fence.sync.aligned": (4, REDUNDANT_WGMMA_FENCE),
+            "mbarrier.arrive.shared::cluster.b64": (2, LAST_RELEASE),
+            "bar.sync": (1, EPILOGUE_BARRIER),
+        },
+    ),
+}
+
+
+def count_unnoticed(text, kernel, arch, run_it):
+    """How many mutants there are, and by opcode those that neither raise nor change the result."""
+    device = vgpu.Device(arch, threads=1)
+    assert run_it(device.load_ptx(text))  # as it is: the right result, and no false alarm
+    total, unnoticed = 0, Counter()
+    for instruction, mutant in mutants(text, kernel):
+        total += 1
+        try:
+            same = run_it(device.load_ptx(mutant))
+        except vgpu.Fault:
+            continue
+        if same:
+            unnoticed[re.sub(r"^@!?%\w+\s+", "", instruction).split()[0].rstrip(";")] += 1
+    return total, unnoticed
+
+
+def check_table(total, unnoticed, table):
+    allowed = {opcode: count for opcode, (count, _) in table.items()}
+    assert all(n <= allowed.get(opcode, 0) for opcode, n in unnoticed.items()), unnoticed
+    missed = sum(n for opcode, n in unnoticed.items() if table[opcode][1].startswith("missed"))
+    return total - sum(unnoticed.values()), missed
+
+
+def test_mutants_of_nvcc_kernels():
+    noticed = missed = 0
+    for kernel, (file, run_it, table) in NVCC.items():
+        arch = "sm_90a" if file.endswith("90a") else "sm_80"
+        counts = count_unnoticed((PTX / f"{file}.ptx").read_text(), kernel, arch, run_it)
+        n, m = check_table(*counts, table)
+        noticed, missed = noticed + n, missed + m
+    assert noticed >= 125 and noticed >= 0.95 * (noticed + missed)
+
+
+def run_attention(k, module):
+    torch.manual_seed(0)
+    q, key, v = (torch.randn(192, 64).bfloat16() for _ in range(3))
+    want = ((q.double() @ key.double().T * 0.125).softmax(-1) @ v.double())[:64]
+    out, lse = torch.zeros(192, 64).bfloat16(), torch.zeros(192)
+    module.launch(k.name, 1, 128, (q, key, v, out, lse, 192, 0.125, 0, 0), smem=k.shared)
+    return bool(((out[:64].double() - want).abs() < 2e-2).all())
+
+
+def run_descriptor_matmul(k, module):
+    a, b, want = matmul_operands(64, 64, 256)
+    c = torch.zeros(64, 64).bfloat16()
+    scratch = torch.zeros(k.scratch + 128, dtype=torch.uint8)
+    scratch = scratch[-scratch.data_ptr() % 128 :] if k.scratch else 0
+    module.launch(k.name, 1, 128, (a, b, c, 64, 64, 256, scratch, 0), smem=k.shared)
+    return close(c, want)
+
+
+ATTENTION = (
+    (
+        *((n, "*bf16") for n in ("q", "k", "v", "out")),
+        ("lse", "*fp32"),
+        ("S", "i32"),
+        ("scale", "fp32"),
+    ),
+    (("CAUSAL", False), ("D", 64), ("BM", 64), ("BN", 32)),
+)
+MATMUL = (
+    tuple((n, "*bf16") for n in "abc") + tuple((n, "i32") for n in "MNK"),
+    (("BM", 64), ("BN", 64), ("BK", 64)),
+)
+DUPLICATE = "Triton emits several barriers in a row around each copy; one of them is enough"
+MAP = "missed: the proxy of tensor maps is not followed"
+TRITON = {
+    ("attention", "sm_80"): (ATTENTION, run_attention, {"bar.sync": (1, DUPLICATE)}),
+    ("attention", "sm_90a"): (ATTENTION, run_attention, {"bar.sync": (1, DUPLICATE)}),
+    ("matmul_descriptor", "sm_80"): (MATMUL, run_descriptor_matmul, {}),
+    ("matmul_descriptor", "sm_90a"): (
+        MATMUL,
+        run_descriptor_matmul,
+        {
+            "bar.sync": (17, DUPLICATE),
+            "bar.warp.sync": (3, MAP),
+            "fence.proxy.tensormap::generic.acquire.gpu": (3, MAP),
+            "cp.async.bulk.commit_group": (3, "an empty group: no bulk copy is under way"),
+            "cp.async.bulk.wait_group.read": (3, "an empty group: no bulk copy is under way"),
+            "mbarrier.inval.shared::cta.b64": (3, "the block ends, and uses the place no more"),
+        },
+    ),
+}
+
+
+def test_mutants_of_triton_kernels():
+    pytest.importorskip("triton")
+    from vgpu import triton_kernels as kernels
+
+    noticed = missed = 0
+    for (kernel, arch), ((types, constants), run_it, table) in TRITON.items():
+        k = kernels.compiled(kernel, int(arch[3:5]), types, constants)
+        counts = count_unnoticed(k.ptx, k.name, arch, functools.partial(run_it, k))
+        n, m = check_table(*counts, table)
+        noticed, missed = noticed + n, missed + m
+    assert noticed >= 40 and missed <= 6
