@@ -12,6 +12,7 @@ floating tensors are differentiated unless named in `no_grad`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -223,5 +224,7 @@ def backends_for_tests(function: Callable[..., Any]) -> list[str]:
     """Backends that can run on CPU tensors here: the compiled one, Triton in its interpreter, the torch reference, and
     the CUDA kernels on the virtual GPU ("vgpu", skipped by conftest.py where it cannot be built)."""
     available = tw.available_backends(function)
+    if os.environ.get("TRAINWRIGHT_TEST_DEVICE") == "cuda":  # conftest.py
+        return [b for b in ("cuda", "triton") if available.get(b) == "ok"]
     virtual = ["vgpu"] if "cuda" in available else []
     return [b for b in ("cpu", "triton", "torch") if available.get(b) == "ok"] + virtual

@@ -149,7 +149,7 @@ def rope(
 
 @dispatch.self_check("rope")
 def _check(backend: str, device: torch.device) -> list[Tensor]:
-    angle = torch.rand(3, 4, device=device)
+    angle = torch.rand(3, 4).to(device)
     tables = {"cos": angle.cos(), "sin": angle.sin()}
     q, k = torch.randn(2, 3, 4, 10), torch.randn(2, 3, 2, 10)
     return _library.outputs_and_gradients(rope, backend, device, tables, q=q, k=k)
