@@ -185,6 +185,9 @@ class Checker final : public Observer {
     return c.clock() >= base_ && !c.pending() &&
            (c.clock() <= me.clock.seen[c.owner()] || (c.owner() == own && c.lane() == lane));
   }
+  bool unfenced(const WarpState& me, Cell c) const {
+    return c.generic() && c.clock() >= base_ && c.clock() > me.clock.fenced[c.owner()];
+  }
   bool unread(const WarpState& me, const uint32_t* reads) const {
     uint32_t any = 0;
     const uint32_t* seen = me.clock.seen.data();
@@ -495,7 +498,7 @@ void Checker::check_write(const At& at, bool relaxed, const uint8_t* old_bytes,
 void Checker::check_fenced(const At& at, const char* what) const {
   const Cell c = at.block.cells[at.granule];
   const WarpState& me = warps_[slot(at.w)];
-  if (c.clock() < base_ || !c.generic() || c.clock() <= me.clock.fenced[c.owner()]) return;
+  if (!unfenced(me, c)) return;
   report(at, Kind::race,
          std::string("shared memory: ") + what + " at " + hex(address_of(at)) +
              " needs a fence.proxy.async after the generic write of " + describe(c));
@@ -801,7 +804,7 @@ void Checker::async(Warp& w, const Instr& in, int lane, const AsyncAccess& a) {
       }
       if (writes) {
         const bool ordered = c.clock() < base_ || clean(me, own, lane_code, c);
-        if (!ordered || !unread(me, reads) || (!generic && c.generic())) [[unlikely]] {
+        if (!ordered || !unread(me, reads) || (!generic && unfenced(me, c))) [[unlikely]] {
           const At at{w, in, lane, lane_code, b, g, "an asynchronous write"};
           check_write(at, false, nullptr, nullptr);
           if (!generic) check_fenced(at, at.verb);
@@ -809,7 +812,7 @@ void Checker::async(Warp& w, const Instr& in, int lane, const AsyncAccess& a) {
         c = written;
       } else {
         // Lanes of the own warp are ordered by the fence, which is checked.
-        if (c.generic() || !clean(me, own, c.lane(), c)) [[unlikely]] {
+        if (unfenced(me, c) || !clean(me, own, c.lane(), c)) [[unlikely]] {
           const At at{w, in, lane, c.lane(), b, g, "an asynchronous read"};
           check_read(at, false);
           check_fenced(at, at.verb);
