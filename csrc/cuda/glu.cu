@@ -49,7 +49,7 @@ __device__ __forceinline__ void for_grid_rows(int64_t N, F&& f) {
 }
 
 template<class T, class Act, int VEC>
-__global__ void __launch_bounds__(kGluThreads) glu_fwd_kernel(GluFwd a) {
+__global__ void __launch_bounds__(kGluThreads, 4) glu_fwd_kernel(GluFwd a) {
   using A = acc_t<T>;
   for_grid_rows(a.N, [&](int64_t n) {
     const T* gate = static_cast<const T*>(a.gate) + n * a.gate_stride;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kGluThreads) glu_fwd_kernel(GluFwd a) {
 }
 
 template<class T, class Act, int VEC>
-__global__ void __launch_bounds__(kGluThreads) glu_bwd_kernel(GluBwd a) {
+__global__ void __launch_bounds__(kGluThreads, 4) glu_bwd_kernel(GluBwd a) {
   using A = acc_t<T>;
   for_grid_rows(a.N, [&](int64_t n) {
     const T* dy = static_cast<const T*>(a.dy) + n * a.dy_stride;
