@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from trainwright import vgpu
+from triton.tools.tensor_descriptor import TensorDescriptor
+from triton_kernels import attention, matmul, matmul_descriptor, matmul_host_descriptor
 
 ARCH = os.environ.get("VGPU_ARCH", "sm_90a")
 OTHER = {"sm_80": "sm_90a", "sm_90a": "sm_80"}[ARCH]
@@ -210,6 +212,70 @@ def test_atomics_between_programs(device):
     count_kernel[(8,)](x, total, largest, 1000, B=128)
     assert torch.equal(total, torch.stack([x[k::3].sum() for k in range(3)]).int())
     assert largest.item() == x.max().item()
+
+
+# ---- tensor cores
+
+
+def counted(k, launch):
+    """The result of launch() on a device that counts, and the counters of the one kernel."""
+    device = vgpu.Device(ARCH, count=True)
+    with device:
+        launch()
+    (counters,) = device.counters
+    assert counters.name == k
+    return counters
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 2e-5), (torch.float16, 2e-5), (torch.float32, 2e-5)]
+)
+def test_matmul_and_its_flops(dtype, tolerance):
+    M, N, K = 128, 64, 96
+    a, b, c = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype), torch.empty(M, N)
+    k = counted(
+        "matmul", lambda: matmul[(2, 1)](a, b, c, M, N, K, False, False, tl.float32, 64, 64, 32)
+    )
+    if dtype == torch.float32:  # tf32: the low 13 bits do not count
+        a, b = ((t.view(torch.int32) & ~0x1FFF).view(torch.float32) for t in (a, b))
+    assert_close(c, a.double() @ b.double(), tolerance)
+    tensor = {kind: n for kind, n in k.flops.items() if kind.startswith("tensor")}
+    assert tensor == {"tensor tf32" if dtype == torch.float32 else "tensor f16": 2 * M * N * K}
+    assert k.store.bytes == 4 * M * N and k.footprint_written == 4 * M * N
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_matmul_through_descriptors(host):
+    M, N, K = 100, 72, 80  # tiles at the edges are partial
+    a, b = torch.randn(M, K).bfloat16(), torch.randn(K, N).bfloat16()
+    c = torch.full((M, N), torch.nan, dtype=torch.bfloat16)
+    grid, tiles = (2, 2), (64, 64, 32)
+    if host:
+        maps = [
+            TensorDescriptor.from_tensor(t, box)
+            for t, box in ((a, [64, 32]), (b, [32, 64]), (c, [64, 64]))
+        ]
+        k = counted(
+            "matmul_host_descriptor", lambda: matmul_host_descriptor[grid](*maps, K, *tiles)
+        )
+    else:
+        k = counted("matmul_descriptor", lambda: matmul_descriptor[grid](a, b, c, M, N, K, *tiles))
+    want = a.double() @ b.double()
+    assert ((c.double() - want).abs() <= want.abs() * 2**-8 + 1e-4).all()
+    assert k.store.bytes >= 2 * M * N and k.tensor_flops == 2 * 128 * 128 * 96
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention(device, causal):
+    S, D = 144, 64
+    q, k, v = (torch.randn(S, D).bfloat16() for _ in range(3))
+    out, lse = torch.empty(S, D, dtype=torch.bfloat16), torch.empty(S)
+    attention[(triton.cdiv(S, 64),)](q, k, v, out, lse, S, D**-0.5, causal, D, 64, 32)
+    score = q.double() @ k.double().T * D**-0.5
+    if causal:
+        score = score.masked_fill(torch.ones(S, S).tril().logical_not(), -torch.inf)
+    assert_close(out, score.softmax(1) @ v.double(), 1e-2)
+    assert_close(lse, score.logsumexp(1) / torch.log(torch.tensor(2.0).double()), 2e-5)
 
 
 # ---- arguments

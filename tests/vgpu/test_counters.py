@@ -5,6 +5,7 @@ import pathlib
 import pytest
 import torch
 from trainwright import vgpu
+from trainwright.vgpu.__main__ import main
 
 HEADER = ".version 8.0\n.target sm_80\n.address_size 64\n"
 
@@ -268,3 +269,43 @@ ptxas info    : Function properties for k
 ptxas info    : Used 40 registers, used 1 barriers, 4096 bytes smem, 368 bytes cmem[0]
 """
     assert _parse_report(report) == {"k": Assembled(40, 4096, 20)}
+
+
+# ---- the command
+
+VECTOR_ADD = str(pathlib.Path(__file__).parent / "ptx/vector_add.ptx")
+ADD = [VECTOR_ADD, "--kernel", "vector_add", "--block", "32"]
+
+
+def test_profile_prints_a_table_and_writes_a_picture(tmp_path, capsys):
+    picture = tmp_path / "p.png"
+    status = main(["profile", VECTOR_ADD, "--kernel", "vector_add", "--grid", "4", "--block", "256", "--picture",
+                   str(picture), "--gpu", "H200", "--args", "f32:1024", "f32:1024", "f32:1024", "1024"])  # fmt: skip
+    out = capsys.readouterr().out
+    assert status == 0 and picture.read_bytes()[:4] == b"\x89PNG"
+    for text in (
+        "12.3 kB in 384 sectors: 100.0% of their bytes",
+        "no faster than",
+        "on H200 SXM",
+        "vector_add.cu:5",
+    ):
+        assert text in out, out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "target: expected FILE.ptx or MODULE:FUNCTION, got 'nothing'"),
+        (["nothing.ptx"], "No such file"),
+        (["no.such.module:run"], "No module named 'no'"),
+        (["math:pi"], "expected a function without arguments that launches kernels, got float"),
+        ([VECTOR_ADD], "has vector_add, block_reduce: name one"),
+        ([VECTOR_ADD, "--kernel", "vector_add"], "--block: vector_add does not say"),
+        ([VECTOR_ADD, "--kernel", "none", "--block", "32"], "no kernel none in this module"),
+        ([*ADD, "--args", "f3:4"], "expected a number or TYPE:COUNT, got 'f3:4'"),
+        ([*ADD, "--args", "1"], "expected 4 arguments, got 1"),
+    ],
+)  # fmt: skip
+def test_profile_says_what_is_wrong(arguments, message, capsys):
+    assert main(["profile", *arguments]) == 2
+    assert message in capsys.readouterr().err

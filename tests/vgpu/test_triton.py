@@ -1,4 +1,4 @@
-"""Compiled Triton on the virtual GPU: usual kernels and the driver.
+"""Compiled Triton on the virtual GPU: usual kernels, the driver, and the ops' own cases.
 
 The interpreter that the other tests use replaces Triton's compiler for a whole process, so these run in others.
 """
@@ -38,3 +38,14 @@ def run(arch, *arguments):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_usual_kernels_and_driver(arch):
     run(arch, "tests/vgpu/compiled_triton.py")
+
+
+# The shared tables of the ops, with every check on. Left out: the compiler fuses multiplications and additions in each
+# variant of a kernel as it likes, so a gradient alone need not have the bits of the one among all.
+OPS = ["rms_norm", "layer_norm", "rope", "glu", "grad_norm"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_ops(arch):
+    files = [f"tests/ops/test_{op}.py" for op in OPS]
+    run(arch, "-p", "vgpu_triton", *files, "-k", "triton and not one_gradient_alone")
