@@ -56,6 +56,24 @@ MATMULS = [
 ]  # fmt: skip
 
 
+def test_strict_check_sees_halves_unpacked_before_their_wait():
+    """Triton's code for f16 accumulators, which the other checks let pass as the assembler copes with it."""
+    a, b = operands(torch.float16, 64, 64, 64)
+    c = torch.zeros(64, 64, dtype=torch.float16)
+    constants = {
+        "A_TRANSPOSED": False,
+        "B_TRANSPOSED": False,
+        "ACC": "float16",
+        "BM": 64,
+        "BN": 64,
+        "BK": 64,
+    }
+    arguments = ((1, 1), named(a, b, c, 64, 64, 64), constants)
+    kernels.launch(vgpu.Device("sm_90a"), "matmul", *arguments)
+    with pytest.raises(vgpu.AsyncError, match="wgmma.wait_group must come first"):
+        kernels.launch(vgpu.Device("sm_90a", check="strict"), "matmul", *arguments)
+
+
 @pytest.mark.parametrize("dtype, acc, result, a_transposed, b_transposed, error", MATMULS)
 def test_matmul(device, dtype, acc, result, a_transposed, b_transposed, error):
     if device.arch == "sm_80" and dtype is torch.float8_e4m3fn:
