@@ -143,7 +143,8 @@ def test_explain_tells_a_refusal_and_raises_other_errors(environment):
 
 def test_available_backends_has_ok_or_a_reason():
     result = tw.available_backends(tw.rms_norm)
-    assert list(result) == ["cpu", "cuda", "triton", "torch"]
+    public = [b for b in result if b != "vgpu"]  # which tests of CUDA kernels add (vgpu_backend.py)
+    assert public == ["cpu", "cuda", "triton", "torch"]
     assert result["cpu"] == result["torch"] == "ok"
     assert result["triton"] == "ok"  # the interpreter, set by conftest.py
     if not torch.cuda.is_available():

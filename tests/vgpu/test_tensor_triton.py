@@ -70,7 +70,7 @@ def test_strict_check_sees_halves_unpacked_before_their_wait():
     }
     arguments = ((1, 1), named(a, b, c, 64, 64, 64), constants)
     kernels.launch(vgpu.Device("sm_90a"), "matmul", *arguments)
-    with pytest.raises(vgpu.AsyncError, match="wgmma.wait_group must come first"):
+    with pytest.raises(vgpu.AsyncError, match=r"wgmma\.wait_group must come first"):
         kernels.launch(vgpu.Device("sm_90a", check="strict"), "matmul", *arguments)
 
 
