@@ -58,7 +58,7 @@ step info 60 "$python" -m trainwright.info --check
 step ops 120 "$python" -m pytest tests/ops tests/optim -q -n 4 --dist worksteal --maxfail=40 $tables
 step virtual_gpu 60 "$python" -m pytest tests/gpu -q
 if [ $dry -eq 1 ]; then
-  step bench 60 "$python" -m bench rms_norm --quick --device cpu --seconds 0.1
+  step bench 120 "$python" -m bench grad_norm --quick --device cpu --seconds 0.1
 else
   step bench 140 "$python" -m bench rms_norm layer_norm cross_entropy rope glu adamw flash_attention linear --quick --device cuda
 fi
