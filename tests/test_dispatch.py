@@ -179,3 +179,11 @@ def test_triton_without_a_gpu_says_how_to_interpret_it():
     )
     if not torch.cuda.is_available():
         assert "TRITON_INTERPRET=1" in done.stdout
+
+
+def test_a_reason_that_holds_for_all_candidates_of_a_backend_is_given_once():
+    with pytest.raises(tw.BackendError) as error:
+        tw.rms_norm(torch.ones(2, 3), backend="cuda")
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(set(lines))
+    assert sum(line.startswith("  cuda: ") for line in lines) == 1

@@ -274,15 +274,16 @@ def _resolve(
     chosen, reasons = _choose(
         op, forced, env.get("TRAINWRIGHT_STRICT") == "1", device, dtype, sizes
     )
+    # A backend with several candidates, one per range of sizes or dtypes, may give one reason for all.
+    said = list(dict.fromkeys(f"  {name}: {reason}" for name, reason in reasons))
     if _record is not None:
         where = f"{device.type}, {str(dtype).removeprefix('torch.')}" + "".join(
             f", {k}={v}" for k, v in sizes
         )
         _record.append(f"{op} ({where})")
-        _record.extend(f"  {name}: {reason}" for name, reason in reasons)
+        _record.extend(said)
     if chosen is None:
-        lines = [f"{op}: no backend can run this call."]
-        lines += [f"  {name}: {reason}" for name, reason in reasons]
+        lines = [f"{op}: no backend can run this call.", *said]
         lines.append("See `python -m trainwright.info`; backend=None lets Trainwright choose.")
         raise BackendError("\n".join(lines))
     return chosen
