@@ -518,7 +518,12 @@ void Checker::instruction(Warp& w, const Instr& in, uint32_t lanes) {
       w.fault(Kind::asynchronous, in, std::countr_zero(lanes),
               "wgmma: a register is " + std::string(use.written ? "written" : "read") +
                   " while a wgmma.mma_async uses it; wgmma.wait_group must come first");
-    me.unfenced[i] |= use.written;
+    if (!use.written) continue;
+    // Compilers sink copies between the fence and the wgmma, and the assembler removes them: a copy is as old as
+    // its source.
+    const bool copies = !strict_ && use.copied != kNone;
+    const bool written = !copies || me.unfenced[kept_index_[use.copied / 4] - 1];
+    me.unfenced[i] = written || (me.unfenced[i] && lanes != kAllLanes);
   }
 }
 

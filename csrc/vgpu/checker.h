@@ -29,7 +29,7 @@ class GlobalRaces;
 enum class Check : uint8_t {
   off,
   on,
-  strict,  // also wgmma registers that compilers are known to touch early (f16 accumulators)
+  strict,  // also what compilers are known to do to registers of wgmma, and assemblers cope with
   global,  // on, and data races between blocks in global memory
 };
 

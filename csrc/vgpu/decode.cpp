@@ -290,17 +290,28 @@ void Decoder::decode_instruction(size_t index) {
   }
 }
 
-// Uses by wgmma itself are not listed.
+// The registers of wgmma, those that are copied into them, and where each is used. Uses by wgmma itself are not listed.
 void Decoder::find_kept_uses() {
   if (kept.empty()) return;
+  const auto is_copy = [](const ptx::Instruction& in) {
+    return in.parts[0] == "mov" && in.operands[0].kind == Operand::Kind::reg &&
+           in.operands[1].kind == Operand::Kind::reg;
+  };
+  std::set<uint32_t> followed = kept;
+  for (size_t before = 0; before != followed.size();) {
+    before = followed.size();
+    for (const ptx::Instruction& in : kernel.instructions)
+      if (is_copy(in) && followed.contains(in.operands[0].reg)) followed.insert(in.operands[1].reg);
+  }
   program->kept_uses.resize(program->code.size());
   for (size_t i = 0; i < kernel.instructions.size(); ++i) {
     const ptx::Instruction& in = kernel.instructions[i];
     if (in.parts[0] == "wgmma") continue;
     const bool stores = in.parts[0] == "st" || in.parts[0] == "red" || in.parts[0] == "stmatrix";
+    const uint32_t copied = is_copy(in) ? register_offset(in.operands[1].reg) : kNone;
     const auto look = [&](auto&& self, const Operand& o, bool written) -> void {
-      if (o.kind == Operand::Kind::reg && kept.contains(o.reg))
-        program->kept_uses[i].push_back({register_offset(o.reg), written});
+      if (o.kind == Operand::Kind::reg && followed.contains(o.reg))
+        program->kept_uses[i].push_back({register_offset(o.reg), written, copied});
       const bool address = o.kind == Operand::Kind::address;
       for (const Operand& item : o.items) self(self, item, written && !address);
     };

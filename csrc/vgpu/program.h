@@ -213,10 +213,12 @@ struct Program {
   };
   std::vector<Origin> origins;
 
-  // Registers named by Decode::keep, where other instructions use them; by pc, empty if there are none.
+  // Registers named by Decode::keep, and those that are copied into them, where other instructions use them; by
+  // pc, empty if there are none.
   struct RegisterUse {
     uint32_t offset;
     bool written;
+    uint32_t copied;  // of a mov between registers: the offset of its source; else kNone
   };
   std::vector<std::vector<RegisterUse>> kept_uses;
 

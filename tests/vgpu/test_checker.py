@@ -370,6 +370,41 @@ FAULTS |= {
         OPERANDS + "wgmma.fence.sync.aligned; mov.f32 %f0, 0f00000000;" + WGMMA + "// <-",
         WARPGROUP,
     ),
+    "wgmma accumulator computed after its fence": (
+        vgpu.AsyncError,
+        "a register of this wgmma.mma_async was written, and no wgmma.fence has come since",
+        OPERANDS + "wgmma.fence.sync.aligned; add.f32 %f0, %f0, %f0;" + WGMMA + "// <-",
+        WARPGROUP,
+    ),
+    "wgmma accumulator copied from what was computed after its fence": (
+        vgpu.AsyncError,
+        "a register of this wgmma.mma_async was written, and no wgmma.fence has come since",
+        OPERANDS + "wgmma.fence.sync.aligned; add.f32 %f4, %f5, %f5; mov.f32 %f6, %f4;"
+        "mov.f32 %f0, %f6;" + WGMMA + "// <-",
+        WARPGROUP,
+    ),
+    "wgmma accumulator partly copied": (
+        vgpu.AsyncError,
+        "a register of this wgmma.mma_async was written, and no wgmma.fence has come since",
+        OPERANDS + "wgmma.fence.sync.aligned; add.f32 %f0, %f5, %f5; @%p3 mov.f32 %f0, %f6;"
+        + WGMMA + "// <-",
+        WARPGROUP,
+    ),
+    "wgmma accumulator copied after its fence, strictly": (
+        vgpu.AsyncError,
+        "a register of this wgmma.mma_async was written, and no wgmma.fence has come since",
+        OPERANDS + "wgmma.fence.sync.aligned; mov.f32 %f0, %f5;" + WGMMA + "// <-",
+        WARPGROUP | {"check": "strict"},
+    ),
+    "wgmma accumulator copied in flight": (
+        vgpu.AsyncError,
+        "a register is read while a wgmma.mma_async uses it",
+        OPERANDS + "wgmma.fence.sync.aligned;" + WGMMA + """
+        wgmma.commit_group.sync.aligned;
+        mov.f32 %f5, %f0; // <-
+        wgmma.wait_group.sync.aligned 0;""",
+        WARPGROUP,
+    ),
     "wgmma operand overwritten in flight": (
         vgpu.AsyncError,
         "while an asynchronous operation of warp . still reads it",
@@ -494,19 +529,31 @@ def test_correct_asynchronous_code_passes(name, reverse):
     run(CORRECT_HOPPER[name], arch="sm_90a", reverse_warps=reverse)
 
 
-def test_wgmma_passes():
-    body = (
-        OPERANDS
-        + "wgmma.fence.sync.aligned;"
-        + WGMMA
-        + """
+WGMMA_WAITED = (
+    WGMMA
+    + """
         wgmma.commit_group.sync.aligned;
         wgmma.wait_group.sync.aligned 0;
         add.f32 %f5, %f0, %f1;
         bar.sync 0;
         st.shared.u32 [%r6], 1;"""
-    )
-    run(body, **WARPGROUP)
+)
+CORRECT_WGMMA = {
+    "fenced": "wgmma.fence.sync.aligned;",
+    # LLVM sinks the copy of a value that several registers hold; the assembler removes it.
+    "copied after the fence": """add.f32 %f5, %f6, %f6;
+        wgmma.fence.sync.aligned;
+        mov.f32 %f0, %f5;
+        mov.f32 %f1, %f0;""",
+    "written, fenced, then partly copied": """add.f32 %f0, %f5, %f5;
+        wgmma.fence.sync.aligned;
+        @%p3 mov.f32 %f0, %f6;""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CORRECT_WGMMA)
+def test_wgmma_passes(name):
+    run(OPERANDS + CORRECT_WGMMA[name] + WGMMA_WAITED, **WARPGROUP)
 
 
 def test_blocks_ordered_by_a_counter_pass():
