@@ -7,8 +7,8 @@
 namespace tw {
 
 // A sum over N rows is cut into slots by N alone; each is summed in row order and the slots in slot
-// order. 256 rows keep the cost of the slots small, 64 slots are enough for 64 threads.
-inline int64_t slots_for_rows(int64_t N) { return N < 512 ? 1 : N > 64 * 256 ? 64 : N / 256; }
+// order. 64 rows keep the cost of the slots small, 64 slots are enough for 64 threads.
+inline int64_t slots_for_rows(int64_t N) { return N < 128 ? 1 : N > 64 * 64 ? 64 : N / 64; }
 
 }  // namespace tw
 
