@@ -12,11 +12,11 @@ from itertools import groupby
 import matplotlib
 
 matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "trainwright"  # the same rows give the same file
 import matplotlib.pyplot as plt
 
 from bench.rows import BASELINE, OURS, RESULTS, load_rows
 
+matplotlib.rcParams["svg.hashsalt"] = "trainwright"  # the same rows give the same file
 Row = dict[str, str]
 COLOURS = ["#0b6e4f", "#8d99ae", "#d98e04", "#5b7db1", "#a05195", "#6b6b6b"]
 HEAD = """# Measured results
