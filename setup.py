@@ -312,6 +312,13 @@ WARNINGS = "-Wall -Wextra -Werror -Wno-psabi -Wno-unknown-pragmas -Wno-uninitial
 CXX_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math"
 
 
+def rounding_flags(source, rule):
+    """A source with the line "// build: no fused multiply-add" rounds the same on every backend."""
+    if "\n// build: no fused multiply-add\n" not in (ROOT / source).read_text(encoding="utf-8"):
+        return []
+    return ["-fmad=false"] if rule == "nvcc" else ["-ffp-contract=off"]
+
+
 def run_ninja(modules, folder="ninja"):
     debug = os.environ.get("TRAINWRIGHT_DEBUG") == "1"
     sanitize = os.environ.get("TRAINWRIGHT_SANITIZE", "")
@@ -361,7 +368,7 @@ def ninja_text(modules, work, debug, sanitize):
                 f"  src = {source}",
                 f"  name = {obj}",
             ]
-            lines.append(f"  flags = {' '.join(flags)}")
+            lines.append(f"  flags = {' '.join([*flags, *rounding_flags(source, rule)])}")
         after = f" | {module['after']}" if "after" in module else ""
         lines.append(f"build {Path(module['out']).resolve()}: link {' '.join(names)}{after}")
         lines += [f"  name = {module['name']}", f"  flags = {' '.join(module['link'])}"]

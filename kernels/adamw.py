@@ -14,6 +14,8 @@ import triton.language as tl
 from trainwright.kernels._cast import cast
 from trainwright.kernels._multi_tensor import TL_DTYPES, block_table, number_table
 from trainwright.kernels._tl import acc_type
+from trainwright.ops._optimizer import unpack_spec
+from trainwright.ops._optimizer_formats import FP32_MASTER, FULL_STATE, SPLIT16_MASTER
 
 BLOCK = 2048  # 8 elements per thread of 8 warps and five streams: enough loads in flight, no spills
 
@@ -97,24 +99,22 @@ def _aligned(p, others):
 
 
 def adamw_(
-    params, grads, exp_avgs, exp_avg_sqs, steps, max_exp_avg_sqs, masters, spec, hyper, control
-):
+    params, grads, masters, states, steps, spec, offsets, hyper, control, seed, lost
+):  # arguments: trainwright/ops/_optimizer.py
     device = params[0].device
     raise_by = torch.ones((), dtype=torch.float64, device=device)
     if control is not None:
         raise_by = (control[1] == 0).to(torch.float64)
     torch._foreach_add_(steps, raise_by)
-    next_max, next_master = iter(max_exp_avg_sqs), iter(masters)
+    next_state, next_master = iter(states), iter(masters)
     groups = {}
     copies, alive = [], []
-    for p, g, m, v, step, bits in zip(params, grads, exp_avgs, exp_avg_sqs, steps, spec):
-        has_max, has_master = bool(bits & 2), bool(bits & 1)
-        state = [
-            m,
-            v,
-            *([next(next_max)] if has_max else []),
-            *([next(next_master)] if has_master else []),
-        ]
+    for p, g, step, bits in zip(params, grads, steps, spec):
+        kind = unpack_spec(bits)
+        assert kind.master != SPLIT16_MASTER and kind.state == FULL_STATE and not kind.stochastic
+        has_max, has_master = bool(kind.flags & 1), kind.master == FP32_MASTER
+        state = [next(next_state) for _ in range(3 if has_max else 2)]
+        state += [next(next_master)] if has_master else []
         p, (g, *state), moved = _aligned(p, [g, *state])
         copies += [pair for pair in moved if pair[1] is not g]
         alive += [p, g, *state]
@@ -123,7 +123,7 @@ def adamw_(
             pointers.insert(2, 0)
         if not has_master:
             pointers.append(0)
-        row = (p.data_ptr(), g.data_ptr(), *pointers, step.data_ptr(), p.numel(), bits >> 2)
+        row = (p.data_ptr(), g.data_ptr(), *pointers, step.data_ptr(), p.numel(), kind.group)
         groups.setdefault((p.dtype, g.dtype, has_master, has_max), []).append(row)
     for (p_dtype, g_dtype, has_master, has_max), rows in groups.items():
         blocks = block_table(tuple(r[7] for r in rows), BLOCK, device)

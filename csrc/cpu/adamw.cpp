@@ -7,6 +7,8 @@
 // Bytes per parameter: fp32 28 (p, m, v read and written, g read); bf16 parameter and gradient with an
 // fp32 master 30 (the master too; the parameter is only written, but its line is fetched first).
 // Bound: memory bandwidth.
+//
+// build: no fused multiply-add
 #include "cpu/kernel.h"
 #include "trainwright/blocks.h"
 #include "trainwright/strided.h"
@@ -136,6 +138,7 @@ TW_END
 #else  // ---- torch bindings
 
 #include "cpu/tensor_list.h"
+#include "trainwright/state_format.h"
 
 namespace tw {
 namespace {
@@ -150,16 +153,13 @@ void set_hyper(AdamWRow& row, const double* h, double multiplier, double step) {
   row.step = step;
 }
 
-// spec[i] = group << 2 | has max_exp_avg_sq << 1 | has master; the last two lists hold only the
-// tensors that exist. hyper (groups, 6): lr, beta1, beta2, eps, weight decay, maximize. control (2):
-// multiplier of the gradients, and whether to skip the step.
-void adamw_cpu(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Tensor> exp_avgs,
-               std::vector<Tensor> exp_avg_sqs, std::vector<Tensor> steps,
-               std::vector<Tensor> max_exp_avg_sqs, std::vector<Tensor> masters,
-               std::vector<int64_t> spec, Tensor hyper, std::optional<Tensor> control) {
+// See python/trainwright/ops/_optimizer.py for the arguments.
+void adamw_cpu(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Tensor> masters,
+               std::vector<Tensor> states, std::vector<Tensor> steps, std::vector<int64_t> spec,
+               std::vector<int64_t>, Tensor hyper, std::optional<Tensor> control, int64_t,
+               std::optional<Tensor> lost) {
   const size_t count = params.size();
-  STD_TORCH_CHECK(grads.size() == count && exp_avgs.size() == count &&
-                      exp_avg_sqs.size() == count && steps.size() == count && spec.size() == count,
+  STD_TORCH_CHECK(grads.size() == count && steps.size() == count && spec.size() == count,
                   "lists of one length expected");
   double multiplier = 1.0;
   if (control) {
@@ -171,30 +171,35 @@ void adamw_cpu(std::vector<Tensor> params, std::vector<Tensor> grads, std::vecto
   Blocks blocks(count);
   std::vector<AdamWRow> rows;
   rows.reserve(count);
-  size_t next_max = 0, next_master = 0;
+  size_t next_state = 0, next_master = 0;
   for (size_t i = 0; i < count; ++i) {
     const Tensor& p = params[i];
     const Tensor& g = grads[i];
-    const bool has_max = spec[i] & 2, has_master = spec[i] & 1;
-    const Tensor* max = has_max ? &max_exp_avg_sqs.at(next_max++) : nullptr;
-    const Tensor* master = has_master ? &masters.at(next_master++) : nullptr;
+    const TensorSpec kind = tensor_spec(spec[i]);
+    STD_TORCH_CHECK(kind.master != MasterFormat::split16 && kind.state == StateFormat::full &&
+                        !kind.stochastic && !lost,
+                    "adamw_: not implemented on the CPU");
+    const Tensor& exp_avg = states.at(next_state++);
+    const Tensor& exp_avg_sq = states.at(next_state++);
+    const Tensor* max = kind.flags & 1 ? &states.at(next_state++) : nullptr;
+    const Tensor* master = kind.master == MasterFormat::f32 ? &masters.at(next_master++) : nullptr;
     const ScalarType acc = acc_dtype(p);
     bool contiguous = p.is_contiguous() && g.is_contiguous();
     STD_TORCH_CHECK(g.numel() == p.numel(), "gradient and parameter must have one size");
-    const Tensor* states[] = {&exp_avgs[i], &exp_avg_sqs[i], max, master};
-    for (const Tensor* s : states) {
+    const Tensor* own[] = {&exp_avg, &exp_avg_sq, max, master};
+    for (const Tensor* s : own) {
       if (!s) continue;
       STD_TORCH_CHECK(s->scalar_type() == acc && s->numel() == p.numel(),
                       "state must have the size of the parameter and be fp32 (fp64 for fp64)");
       contiguous = contiguous && s->is_contiguous();
     }
-    const double* h = static_cast<const double*>(data(hyper)) + 6 * (spec[i] >> 2);
+    const double* h = static_cast<const double*>(data(hyper)) + 6 * kind.group;
     double* step = static_cast<double*>(mutable_data(steps[i]));
     *step += 1.0;
     AdamWRow row = {};
     row.param = mutable_data(p);
-    row.exp_avg = mutable_data(exp_avgs[i]);
-    row.exp_avg_sq = mutable_data(exp_avg_sqs[i]);
+    row.exp_avg = mutable_data(exp_avg);
+    row.exp_avg_sq = mutable_data(exp_avg_sq);
     row.max_exp_avg_sq = max ? mutable_data(*max) : nullptr;
     row.master = master ? mutable_data(*master) : nullptr;
     row.grad = data(g);
@@ -205,8 +210,8 @@ void adamw_cpu(std::vector<Tensor> params, std::vector<Tensor> grads, std::vecto
       const std::vector<int64_t> order = memory_order(p);
       row.param_layout = layouts.of(p, order);
       row.grad_layout = layouts.of(g, order);
-      row.exp_avg_layout = layouts.of(exp_avgs[i], order);
-      row.exp_avg_sq_layout = layouts.of(exp_avg_sqs[i], order);
+      row.exp_avg_layout = layouts.of(exp_avg, order);
+      row.exp_avg_sq_layout = layouts.of(exp_avg_sq, order);
       if (max) row.max_layout = layouts.of(*max, order);
       if (master) row.master_layout = layouts.of(*master, order);
     }

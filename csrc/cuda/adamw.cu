@@ -10,9 +10,12 @@
 // fp32 master 28 (the parameter is only written). Bound: memory bandwidth. Accesses of state are 16
 // bytes where pointers allow, one element otherwise. Counted on the virtual GPU; not yet timed on a
 // GPU.
+//
+// build: no fused multiply-add
 #include "trainwright/adamw.h"
 
 #include "cuda/tensor_list_binding.cuh"
+#include "trainwright/state_format.h"
 
 namespace tw {
 
@@ -148,14 +151,13 @@ void launch_adamw(AdamWRow* rows, int64_t count, const void* scalars, const doub
 
 namespace {
 
-// See csrc/cpu/adamw.cpp for the arguments.
-void adamw_cuda(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Tensor> exp_avgs,
-                std::vector<Tensor> exp_avg_sqs, std::vector<Tensor> steps,
-                std::vector<Tensor> max_exp_avg_sqs, std::vector<Tensor> masters,
-                std::vector<int64_t> spec, Tensor hyper, std::optional<Tensor> control) {
+// See python/trainwright/ops/_optimizer.py for the arguments.
+void adamw_cuda(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Tensor> masters,
+                std::vector<Tensor> states, std::vector<Tensor> steps, std::vector<int64_t> spec,
+                std::vector<int64_t>, Tensor hyper, std::optional<Tensor> control, int64_t,
+                std::optional<Tensor> lost) {
   const size_t count = params.size();
-  STD_TORCH_CHECK(grads.size() == count && exp_avgs.size() == count &&
-                      exp_avg_sqs.size() == count && steps.size() == count && spec.size() == count,
+  STD_TORCH_CHECK(grads.size() == count && steps.size() == count && spec.size() == count,
                   "lists of one length expected");
   if (count == 0) return;
   const OnDevice here(params[0]);
@@ -168,21 +170,25 @@ void adamw_cuda(std::vector<Tensor> params, std::vector<Tensor> grads, std::vect
   std::vector<AdamWStep> step_rows;
   std::vector<AdamWRow> rows[4];  // by type of the parameter
   constexpr DType types[4] = {DType::f32, DType::bf16, DType::f16, DType::f64};
-  size_t next_max = 0, next_master = 0;
+  size_t next_state = 0, next_master = 0;
   for (size_t i = 0; i < count; ++i) {
     const Tensor &p = params[i], &g = grads[i];
-    const bool has_max = spec[i] & 2, has_master = spec[i] & 1;
-    const Tensor* max = has_max ? &max_exp_avg_sqs.at(next_max++) : nullptr;
-    const Tensor* master = has_master ? &masters.at(next_master++) : nullptr;
+    const TensorSpec kind = tensor_spec(spec[i]);
+    STD_TORCH_CHECK(kind.master != MasterFormat::split16 && kind.state == StateFormat::full &&
+                        !kind.stochastic && !lost,
+                    "adamw_: not implemented on CUDA");
+    const Tensor& exp_avg = states.at(next_state++);
+    const Tensor& exp_avg_sq = states.at(next_state++);
+    const Tensor* max = kind.flags & 1 ? &states.at(next_state++) : nullptr;
+    const Tensor* master = kind.master == MasterFormat::f32 ? &masters.at(next_master++) : nullptr;
     const ScalarType acc = acc_dtype(p);
     STD_TORCH_CHECK(g.numel() == p.numel(), "gradient and parameter must have one size");
-    for (const Tensor* s : {static_cast<const Tensor*>(&exp_avgs[i]),
-                            static_cast<const Tensor*>(&exp_avg_sqs[i]), max, master})
+    for (const Tensor* s : {&exp_avg, &exp_avg_sq, max, master})
       STD_TORCH_CHECK(!s || (s->scalar_type() == acc && s->numel() == p.numel()),
                       "state must have the size of the parameter and be fp32 (fp64 for fp64)");
     STD_TORCH_CHECK(steps[i].scalar_type() == ScalarType::Double, "steps must be fp64");
-    step_rows.push_back({static_cast<double*>(device_data(steps[i])), h + 6 * (spec[i] >> 2),
-                         nullptr, dtype_of(p) == DType::f64});
+    step_rows.push_back({static_cast<double*>(device_data(steps[i])), h + 6 * kind.group, nullptr,
+                         dtype_of(p) == DType::f64});
     // The order in memory that the elements are taken in: the parameter's own if it has no gaps.
     const std::vector<int64_t> order = is_dense(p) ? strides_of(p) : row_major_strides(p);
     AdamWRow row = {};
@@ -192,8 +198,8 @@ void adamw_cuda(std::vector<Tensor> params, std::vector<Tensor> grads, std::vect
     if (row.n > 0) {
       row.param = flat.strided(p, order, true);
       row.grad = flat.strided(g, order, false);
-      row.exp_avg = flat.strided(exp_avgs[i], order, true);
-      row.exp_avg_sq = flat.strided(exp_avg_sqs[i], order, true);
+      row.exp_avg = flat.strided(exp_avg, order, true);
+      row.exp_avg_sq = flat.strided(exp_avg_sq, order, true);
       row.max_exp_avg_sq = max ? flat.strided(*max, order, true) : nullptr;
       row.master = master ? flat.strided(*master, order, true) : nullptr;
     }

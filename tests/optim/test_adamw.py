@@ -761,7 +761,7 @@ def test_functional_form_checks_its_arguments():
         ({"grads": []}, ValueError, "grads: expected 1 tensors, got 0"),
         ({"grads": [torch.zeros(4)]}, ValueError, r"grads\[0\]: expected shape \(3\)"),
         (
-            {"exp_avgs": [torch.zeros(3).bfloat16()]},
+            {"exp_avgs": [torch.zeros(3).half()]},
             TypeError,
             r"exp_avgs\[0\]: expected dtype float32",
         ),
@@ -800,6 +800,6 @@ def test_opcheck():
     hyper = torch.tensor([[0.1, 0.9, 0.999, 1e-8, 0.01, 0.0]], dtype=torch.float64)
     p, g = torch.randn(4, 3).t(), torch.randn(3, 4)
     check_opcheck(
-        torch.ops.trainwright.adamw_.default, [p], [g], [torch.zeros(3, 4)], [torch.zeros(3, 4)],
-        [torch.zeros((), dtype=torch.float64)], [torch.zeros(3, 4)], [], [2], hyper, None,
+        torch.ops.trainwright.adamw_.default, [p], [g], [], [torch.zeros(3, 4) for _ in range(3)],
+        [torch.zeros((), dtype=torch.float64)], [1 << 5], [0], hyper, None, 0, None,
     )  # fmt: skip

@@ -4,7 +4,8 @@
 //   m += (1 - beta1) (g - m),  v += (1 - beta2) (g^2 - v),  [amsgrad: h = max(h, v), else h = v]
 //   p = (1 - lr wd) p - lr / (1 - beta1^t) * m / (sqrt(h / (1 - beta2^t)) + eps)
 // The scalars are computed in double from the parameter's own step count t; elements in A = float
-// (double for double).
+// (double for double). Like all optimizers it is compiled without fused multiply-adds, so that every
+// backend rounds the same operations and gives the same bits.
 #pragma once
 #include <math.h>
 
@@ -18,7 +19,7 @@ struct AdamWScalars {
 };
 
 // base^t for 0 <= base < 1 and t >= 1.
-TW_HD double adamw_power(double base, double t) {
+TW_HD double beta_power(double base, double t) {
 #if defined(__CUDA_ARCH__)
   return exp2(t * log2(base));  // pow() would be a call
 #else
@@ -31,18 +32,23 @@ TW_HD AdamWScalars<A> adamw_scalars(double lr, double beta1, double beta2, doubl
                                     double weight_decay, double step, double multiplier) {
   return {static_cast<A>(multiplier),  static_cast<A>(1.0 - lr * weight_decay),
           static_cast<A>(1.0 - beta1), static_cast<A>(beta2),
-          static_cast<A>(1.0 - beta2), static_cast<A>(1.0 / sqrt(1.0 - adamw_power(beta2, step))),
-          static_cast<A>(eps),         static_cast<A>(lr / (1.0 - adamw_power(beta1, step)))};
+          static_cast<A>(1.0 - beta2), static_cast<A>(1.0 / sqrt(1.0 - beta_power(beta2, step))),
+          static_cast<A>(eps),         static_cast<A>(lr / (1.0 - beta_power(beta1, step)))};
 }
 
-// V is A or a vector of A. Returns the new parameter; updates m and v. `largest(v)` gives h.
+// The update with a finished gradient g. V is A or a vector of A. Returns the new parameter; updates m
+// and v. `largest(v)` gives h.
 template<class V, class A, class Largest>
-TW_HD V adamw_update(V p, V grad, V& m, V& v, const AdamWScalars<A>& s, Largest&& largest) {
-  const V g = grad * s.multiplier;
+TW_HD V adamw_apply(V p, V g, V& m, V& v, const AdamWScalars<A>& s, Largest&& largest) {
   m = m + s.blend1 * (g - m);
   v = s.beta2 * v + s.blend2 * (g * g);
   const V root = vsqrt(largest(v)) * s.inv_root2 + s.eps;
   return s.keep * p - s.rate * (m / root);
+}
+
+template<class V, class A, class Largest>
+TW_HD V adamw_update(V p, V grad, V& m, V& v, const AdamWScalars<A>& s, Largest&& largest) {
+  return adamw_apply<V>(p, grad * s.multiplier, m, v, s, largest);
 }
 
 TW_END

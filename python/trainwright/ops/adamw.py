@@ -1,72 +1,53 @@
-"""AdamW over a list of tensors, in place: every parameter × gradient dtype, fp32 masters, clip and unscale folded in.
+"""AdamW over a list of tensors, in place: every parameter, gradient, master and state dtype.
 
 `tw.optim.AdamW` is the optimizer over this op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from trainwright import dispatch
 from trainwright.dispatch import Candidate
-from trainwright.errors import FLOAT_DTYPES, check_bool, check_number, check_tensor, value_error
+from trainwright.errors import FLOAT_DTYPES, check_bool, check_number
 from trainwright.ops import _library
+from trainwright.ops._optimizer import FORMATS, OptimizerOp, State, call, check_below_one, define
 
 __all__ = ["adamw_"]
 
-# One call serves all parameter groups of a device. spec[i] = group << 2 | has max_exp_avg_sq << 1 | has master, and the
-# lists of those two hold only the tensors that exist. hyper (groups, 6) fp64: lr, beta1, beta2, eps, weight_decay,
-# maximize. control (2) fp64: multiplier of the gradients, and non-zero to skip the step.
-SCHEMA = (
-    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, "
-    "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, int[] spec, Tensor hyper, Tensor? control) -> ()"
+
+def _update(
+    p: Tensor, g: Tensor, states: dict[str, Tensor], h: dict[str, Tensor], store: Callable[[str, Tensor], Tensor]
+) -> Tensor:  # fmt: skip
+    return adamw_apply(p, g, states, h)
+
+
+def adamw_apply(p: Tensor, g: Tensor, states: dict[str, Tensor], h: dict[str, Tensor]) -> Tensor:
+    """The update with a finished gradient."""
+    acc, t = p.dtype, h["t"]
+    m, v = states["exp_avg"], states["exp_avg_sq"]
+    m = m + (1.0 - h["beta1"]).to(acc) * (g - m)
+    v = h["beta2"].to(acc) * v + (1.0 - h["beta2"]).to(acc) * (g * g)
+    states["exp_avg"], states["exp_avg_sq"] = m, v
+    if "max_exp_avg_sq" in states:
+        v = states["max_exp_avg_sq"] = torch.maximum(states["max_exp_avg_sq"], v)
+    root = v.sqrt() * (1.0 / (1.0 - h["beta2"] ** t).sqrt()).to(acc) + h["eps"].to(acc)
+    kept = (1.0 - h["lr"] * h["weight_decay"]).to(acc) * p
+    return kept - (h["lr"] / (1.0 - h["beta1"] ** t)).to(acc) * (m / root)
+
+
+OP = OptimizerOp(
+    "adamw",
+    ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
+    (State("exp_avg", True), State("exp_avg_sq", False), State("max_exp_avg_sq", False, flag=1)),
+    _update,
 )
+STEP = define(OP)
 
 
-def _reference(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    masters: list[Tensor],
-    spec: list[int],
-    hyper: Tensor,
-    control: Tensor | None,
-) -> None:
-    next_max, next_master = iter(max_exp_avg_sqs), iter(masters)
-    for p, grad, m, v, step, bits in zip(params, grads, exp_avgs, exp_avg_sqs, steps, spec):
-        lr, beta1, beta2, eps, weight_decay, maximize = hyper[bits >> 2]
-        largest = next(next_max) if bits & 2 else None
-        master = next(next_master) if bits & 1 else None
-        t = step + 1
-        multiplier = (1.0 if control is None else control[0]) * (1.0 - 2.0 * maximize)
-        g = grad.to(m.dtype) * multiplier.to(m.dtype)
-        new_m = torch.lerp(m, g, (1.0 - beta1).to(m.dtype))
-        new_v = beta2.to(v.dtype) * v + (1.0 - beta2).to(v.dtype) * g.square()
-        h = new_v if largest is None else torch.maximum(largest, new_v)
-        root = h.sqrt() / (1.0 - beta2**t).sqrt().to(h.dtype) + eps.to(h.dtype)
-        old = p.to(m.dtype) if master is None else master
-        new = (1.0 - lr * weight_decay).to(m.dtype) * old
-        new = new - (lr / (1.0 - beta1**t)).to(m.dtype) * (new_m / root)
-        results = [(p, new), (m, new_m), (v, new_v), (step, t), (largest, h), (master, new)]
-        for target, value in results:
-            if target is not None and control is None:
-                target.copy_(value)
-            elif target is not None and control is not None:
-                target.copy_(torch.where(control[1] != 0, target, value.to(target.dtype)))
-
-
-def _fake(*_: Any) -> None:
-    return None
-
-
-STEP = _library.define_backends("adamw", "adamw_" + SCHEMA, _reference, _fake)
 # The optimizer's short cut on the CPU: contiguous tensors by address, see csrc/cpu/adamw.cpp.
 _library.LIBRARY.define("adamw_table(Tensor table, Tensor hyper, Tensor? control) -> ()")
 step_by_table = torch.ops.trainwright.adamw_table.default
@@ -74,9 +55,9 @@ step_by_table = torch.ops.trainwright.adamw_table.default
 
 @dispatch.register(
     "adamw",
-    Candidate("cpu", FLOAT_DTYPES),
-    Candidate("cuda", FLOAT_DTYPES),
-    Candidate("triton", FLOAT_DTYPES),
+    Candidate("cpu", FLOAT_DTYPES, lacks=FORMATS),
+    Candidate("cuda", FLOAT_DTYPES, lacks=FORMATS),
+    Candidate("triton", FLOAT_DTYPES, lacks=FORMATS),
     Candidate("torch", FLOAT_DTYPES),
 )
 def adamw_(
@@ -93,7 +74,12 @@ def adamw_(
     maximize: bool = False,
     max_exp_avg_sqs: Sequence[Tensor] | None = None,
     masters: Sequence[Tensor | None] | None = None,
+    scales: Mapping[str, Sequence[Tensor]] | None = None,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    offsets: Sequence[int] | None = None,
     control: Tensor | None = None,
+    lost: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """One AdamW step of many parameters, in place, in one kernel.
@@ -106,22 +92,30 @@ def adamw_(
         params: fp32, bf16, fp16 or fp64 in any mix; any strides without overlap. Updated in place; nothing outside
             a view is touched.
         grads: same shapes; any of those dtypes, any strides. Not modified.
-        exp_avgs, exp_avg_sqs, max_exp_avg_sqs: state of the parameters' shapes, fp32 (fp64 for fp64 parameters), any
-            strides. `max_exp_avg_sqs` turns AMSGrad on.
+        exp_avgs, exp_avg_sqs, max_exp_avg_sqs: state, fp32 (fp64 for fp64
+            parameters) or bf16 of the parameters' shapes, any strides; or int8 codes (uint8 where never negative),
+            contiguous, with `scales`. `max_exp_avg_sqs` turns AMSGrad
+            on.
         steps: 0-d fp64 tensors on the parameters' device, raised by one.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
-        masters: for each parameter an fp32 tensor that holds its exact value (the parameter receives its rounding), or
-            None; bf16 and fp16 parameters only.
+        masters: for each parameter None, an fp32 tensor that holds its exact value, or (bf16 only) the int16 remainder
+            of that value; the parameter receives its rounding. bf16 and fp16 parameters only.
+        scales: for int8 state, per state name the fp32 scales of each parameter, one per 256 elements.
+        stochastic_rounding, seed: round states, and parameters without a master, up or down at random so that the mean
+            is right; the bits depend on (seed, element, step) alone.
+        offsets: index of each tensor's first element in the whole parameter, if it is a shard of one.
         control: (2,) fp64 on the device: the gradient multiplier (clip coefficient / loss scale), and a flag: non-zero
             skips the step and leaves every tensor, step counts included, as it is.
+        lost: (2,) fp64 on the device, raised by the number of elements whose update was not zero, and of those whose
+            stored value did not move.
         backend: None, "cpu", "cuda", "triton" or "torch".
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, dtype or shape.
         trainwright.BackendError: no backend can run the call.
 
-    Numerics: elements in fp32 (fp64 for fp64 parameters), bias corrections in fp64; a low-precision parameter is
-    rounded once. Every element is computed alone: the same bits for any thread count and layout.
+    Numerics: elements in fp32 (fp64 for fp64 parameters), each operation rounded by itself; the scalars they share in
+    fp64; what is stored in fewer bits is rounded once. The same bits for any thread count, layout and backend.
 
     Source: Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
 
@@ -133,67 +127,19 @@ def adamw_(
     tensor([0.5000, 1.5000])
     """
     op = "adamw_"
-    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "steps": steps}
-    if max_exp_avg_sqs is not None:
-        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
-    for name, tensors in lists.items():
-        if len(tensors) != len(params):
-            raise value_error(op, name, f"{len(params)} tensors", len(tensors))
-    if masters is not None and len(masters) != len(params):
-        raise value_error(op, "masters", f"{len(params)} tensors", len(masters))
     check_number(op, "lr", lr)
     check_number(op, "eps", eps, minimum=0.0)
     check_number(op, "weight_decay", weight_decay)
     check_bool(op, "maximize", maximize)
     for i, beta in enumerate(betas):
-        check_number(op, f"betas[{i}]", beta, minimum=0.0)
-        if beta >= 1.0:
-            raise value_error(op, f"betas[{i}]", "a number below 1", beta)
-    for i, p in enumerate(params):
-        check_tensor(op, f"params[{i}]", p, device=params[0].device)
-        check_tensor(op, f"grads[{i}]", grads[i], shape=p.shape, device=p.device)
-        state_dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-        for name in ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
-            if name in lists:
-                check_tensor(
-                    op, f"{name}[{i}]", lists[name][i], dtypes=(state_dtype,), shape=p.shape, device=p.device
-                )  # fmt: skip
-        check_tensor(
-            op, f"steps[{i}]", steps[i], dtypes=(torch.float64,), shape=(), device=p.device
-        )
-        master = None if masters is None else masters[i]
-        if master is not None:
-            check_tensor(
-                op, f"masters[{i}]", master, dtypes=(torch.float32,), shape=p.shape, device=p.device
-            )
-            if p.dtype not in (torch.bfloat16, torch.float16):
-                raise value_error(
-                    op, f"masters[{i}]", f"None for a {p.dtype} parameter", "a tensor"
-                )
-    if not params:
-        return
-    device = params[0].device
-    if control is not None:
-        check_tensor(op, "control", control, dtypes=(torch.float64,), shape=(2,), device=device)
-    present = [m for m in masters or () if m is not None]
-    spec = [
-        (max_exp_avg_sqs is not None) << 1 | (masters is not None and masters[i] is not None)
-        for i in range(len(params))
-    ]
-    chosen = dispatch.resolve("adamw", backend, device, params[0].dtype)
-    with torch.no_grad():
-        hyper = torch.tensor(
-            [[lr, *betas, eps, weight_decay, maximize]], dtype=torch.float64, device=device
-        )
-        maxima = list(max_exp_avg_sqs or ())
-        STEP[chosen](
-            list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(steps), maxima, present, spec, hyper,
-            control,
-        )  # fmt: skip
-        if not torch.compiler.is_compiling():
-            torch.autograd.graph.increment_version(
-                [*params, *exp_avgs, *exp_avg_sqs, *steps, *maxima, *present]
-            )
+        check_below_one(op, f"betas[{i}]", beta)
+    states = {"exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs, "max_exp_avg_sq": max_exp_avg_sqs}
+    hyper = (lr, *betas, eps, weight_decay, maximize)
+    call(
+        OP, STEP, params, grads, states, steps, hyper,
+        masters=masters, scales=scales, stochastic_rounding=stochastic_rounding, seed=seed, offsets=offsets,
+        control=control, lost=lost, backend=backend,
+    )  # fmt: skip
 
 
 @dispatch.self_check("adamw")

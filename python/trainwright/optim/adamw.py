@@ -33,6 +33,7 @@ class _Batch:
     steps: list[Tensor] = field(default_factory=list)
     max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
     spec: list[int] = field(default_factory=list)
 
 
@@ -86,7 +87,7 @@ class _Plan:
             "exp_avg_sq": (states, b.exp_avg_sqs),
             "step": (states, b.steps),
             "max_exp_avg_sq": (
-                [s for s, bits in zip(states, b.spec) if bits & 2],
+                [s for s, bits in zip(states, b.spec) if bits & 32],
                 b.max_exp_avg_sqs,
             ),
             "master": ([s for s, bits in zip(states, b.spec) if bits & 1], b.masters),
@@ -102,13 +103,13 @@ class _Plan:
                 [g.data_ptr() for g in b.grads],
                 [t.data_ptr() for t in b.exp_avgs],
                 [t.data_ptr() for t in b.exp_avg_sqs],
-                [next(maxima) if bits & 2 else 0 for bits in b.spec],
+                [next(maxima) if bits & 32 else 0 for bits in b.spec],
                 [next(masters) if bits & 1 else 0 for bits in b.spec],
                 [t.data_ptr() for t in b.steps],
                 [p.numel() for p in b.params],
                 [DTYPE_CODES[p.dtype] for p in b.params],
                 [DTYPE_CODES[g.dtype] for g in b.grads],
-                [bits >> 2 for bits in b.spec],
+                [bits >> 8 for bits in b.spec],
             ],
             dtype=torch.int64,
         )
@@ -248,9 +249,9 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
                 state = self.state[p]
                 if "exp_avg" not in state:
                     self._start(p, state)
-                bits = index << 2
+                bits = index << 8
                 if amsgrad:
-                    bits |= 2
+                    bits |= 1 << 5
                     if "max_exp_avg_sq" not in state:
                         state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
                     batch.max_exp_avg_sqs.append(state["max_exp_avg_sq"])
@@ -264,6 +265,9 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
                 batch.exp_avgs.append(state["exp_avg"])
                 batch.exp_avg_sqs.append(state["exp_avg_sq"])
                 batch.steps.append(state["step"])
+                batch.states += [state["exp_avg"], state["exp_avg_sq"]]
+                if amsgrad:
+                    batch.states.append(state["max_exp_avg_sq"])
                 batch.spec.append(bits)
         return batches
 
@@ -284,8 +288,8 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
         for device, b in batches.items():
             chosen = dispatch.resolve("adamw", self._options.backend, device, b.params[0].dtype)
             STEP[chosen](
-                b.params, b.grads, b.exp_avgs, b.exp_avg_sqs, b.steps, b.max_exp_avg_sqs, b.masters, b.spec,
-                self._hyper(hyper, device), None if control is None else control.to(device),
+                b.params, b.grads, b.masters, b.states, b.steps, b.spec, [0] * len(b.params),
+                self._hyper(hyper, device), None if control is None else control.to(device), 0, None,
             )  # fmt: skip
             torch.autograd.graph.increment_version(b.params)
         self._plan = _Plan.make(self, batches)

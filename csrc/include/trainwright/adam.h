@@ -1,0 +1,29 @@
+// One Adam update (Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015): that of
+// trainwright/adamw.h, but weight decay is added to the gradient,
+//   g = multiplier * grad + wd p,
+// unless it is decoupled (torch's decoupled_weight_decay), which is AdamW.
+#pragma once
+#include "trainwright/adamw.h"
+
+TW_BEGIN
+
+template<class A>
+struct AdamScalars {
+  AdamWScalars<A> adamw;
+  A decay;
+};
+
+template<class A>
+TW_HD AdamScalars<A> adam_scalars(double lr, double beta1, double beta2, double eps,
+                                  double weight_decay, bool decoupled, double step,
+                                  double multiplier) {
+  return {adamw_scalars<A>(lr, beta1, beta2, eps, decoupled ? weight_decay : 0.0, step, multiplier),
+          static_cast<A>(decoupled ? 0.0 : weight_decay)};
+}
+
+template<class V, class A, class Largest>
+TW_HD V adam_update(V p, V grad, V& m, V& v, const AdamScalars<A>& s, Largest&& largest) {
+  return adamw_apply<V>(p, grad * s.adamw.multiplier + s.decay * p, m, v, s.adamw, largest);
+}
+
+TW_END

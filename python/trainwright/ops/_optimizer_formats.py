@@ -1,0 +1,143 @@
+"""How the optimizers store floats in fewer bits, in plain torch: the specification of
+csrc/include/trainwright/state_format.h, bit for bit. That header says what the formats are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STATE_BLOCK = 256  # elements of the whole parameter that share a scale
+NO_MASTER, FP32_MASTER, SPLIT16_MASTER = 0, 1, 2
+FULL_STATE, BF16_STATE, INT8_STATE = 0, 1, 2
+SIGNED_RANGE, UNSIGNED_RANGE = 127.0**2, 255.0**4
+MASK32 = 0xFFFFFFFF
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The bits of fp32 values, as int64."""
+    return x.contiguous().view(torch.int32).to(torch.int64) & MASK32
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    """fp32 values from their bits."""
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+# ---- random numbers
+
+
+def stochastic_words(seed: int, first: int, count: int, step: Tensor) -> Tensor:
+    """(count,) int64 below 2^32: the Philox4x32-10 words of elements first ... first + count - 1 in step `step`."""
+    index = torch.arange(first, first + count, device=step.device)
+    block, stream = index >> 2, step.to(torch.int64).reshape(())
+    c0, c1 = block & MASK32, block >> 32
+    c2, c3 = (stream & MASK32).expand_as(block), (stream >> 32).expand_as(block)
+    k0, k1 = seed & MASK32, seed >> 32 & MASK32
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # may wrap to a negative number: bits are right
+        c0, c1, c2, c3 = (
+            (p1 >> 32 & MASK32) ^ c1 ^ k0,
+            p1 & MASK32,
+            (p0 >> 32 & MASK32) ^ c3 ^ k1,
+            p0 & MASK32,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & MASK32, (k1 + 0xBB67AE85) & MASK32
+    return torch.stack([c0, c1, c2, c3], 1).gather(1, (index & 3).unsqueeze(1)).squeeze(1)
+
+
+def parameter_noise(words: Tensor) -> Tensor:
+    return words & 0xFFFF
+
+
+def state_noise(words: Tensor, signed: bool) -> Tensor:
+    return words >> 16 if signed else (words >> 24) | (words >> 8 & 0xFF00)
+
+
+# ---- 16 bits
+
+
+def bf16_stochastic(x: Tensor, noise: Tensor) -> Tensor:
+    """fp32 to bf16, up with the probability that makes the mean right. noise: 16 random bits per element."""
+    bits = bits_of(x)
+    high = torch.where(x.isnan(), (bits >> 16) | 0x40, (bits + noise) >> 16)
+    return from_bits(high << 16).to(torch.bfloat16)
+
+
+def fp16_stochastic(x: Tensor, noise: Tensor) -> Tensor:
+    bits = bits_of(x)
+    normal = from_bits((bits + (noise >> 3)) & 0xFFFFE000)
+    tiny = x.abs() < 2.0**-14
+    scaled = torch.where(tiny, x.abs() * 2.0**24, 0.0)
+    low = scaled.floor()
+    up = (noise.float() < (scaled - low) * 65536.0).float()
+    small = ((low + up) * 2.0**-24).copysign(x)
+    return torch.where(x.isnan(), x, torch.where(tiny, small, normal)).to(torch.float16)
+
+
+def split16_join(p: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master of a bf16 parameter and its int16 remainder."""
+    return from_bits(((bits_of(p.float())) + remainder.to(torch.int64)) & MASK32)
+
+
+def split16(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The bf16 parameter (nearest, ties away from zero) and the int16 remainder of an fp32 master."""
+    bits = torch.where(master.isnan(), 0x7FC00000, bits_of(master))
+    low = bits & 0xFFFF
+    remainder = torch.where(low >= 0x8000, low - 0x10000, low).to(torch.int16)
+    return from_bits((bits + 0x8000) & 0xFFFF0000).to(torch.bfloat16), remainder
+
+
+# ---- 8 bits with a scale per block
+
+
+def scale_count(numel: int) -> int:
+    return -(-numel // STATE_BLOCK)
+
+
+def _per_element(scales: Tensor, numel: int) -> Tensor:
+    return scales.repeat_interleave(STATE_BLOCK)[:numel]
+
+
+def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """fp32 values of int8 (signed) or uint8 (never negative) codes, in the codes' shape."""
+    signed = codes.dtype == torch.int8
+    unit = _per_element(scales, codes.numel()) / (SIGNED_RANGE if signed else UNSIGNED_RANGE)
+    c = codes.float()
+    power = c * c.abs() if signed else (c * c) * (c * c)
+    return power * unit.view(codes.shape)
+
+
+def int8_encode(x: Tensor, signed: bool, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes of fp32 values in x's shape, and their scales. noise: 16 random bits per element, or None for nearest."""
+    flat = x.reshape(-1)
+    n = flat.numel()
+    padded = torch.zeros(scale_count(n) * STATE_BLOCK, device=x.device)
+    padded[:n] = flat.abs()
+    largest = padded.view(-1, STATE_BLOCK).amax(1)
+    scales = torch.where(largest == 0, 0.0, largest.clamp(min=2.0**-90))
+    scales = torch.where(largest.isfinite(), scales, float("nan"))
+    full = SIGNED_RANGE if signed else UNSIGNED_RANGE
+    inverse = _per_element(torch.where(scales > 0, full / scales, 0.0), n)
+    y = flat.abs() * inverse
+    if signed:
+        y = torch.where(y < full, y, full)
+        t = y.sqrt()
+    else:
+        s = y.sqrt()
+        s = torch.where(s < 65025.0, s, 65025.0)
+        t = s.sqrt()
+    if noise is None:
+        code = (t + 0.5).floor()
+    else:
+        low = t.floor()
+        if signed:
+            up = noise.float() * (low + low + 1) < (y - low * low) * 65536.0
+        else:
+            a, b = low * low, (low + 1) * (low + 1)
+            up = noise.float() * ((b - a) * (b + a)) < (s - a) * (s + a) * 65536.0
+        code = low + up.float()
+    if signed:
+        code = code.copysign(flat)
+    else:
+        code = torch.where((flat != 0) & (code < 1), 1.0, code)
+    return code.to(torch.int8 if signed else torch.uint8).view(x.shape), scales
