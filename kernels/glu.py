@@ -1,7 +1,8 @@
 """Gated activations in Triton:  y = act(gate) * up;  dgate = dy * up * act'(gate),  dup = dy * act(gate).
 
 One program per block of a row; rows may lie any stride apart, so the halves of one (N, 2C) tensor are read in place.
-Contiguous inputs are one long row. Backward recomputes act(gate) from the inputs.
+Contiguous inputs are one long row. Backward recomputes act(gate) from the inputs, and is compiled without fusing
+multiplications and additions: the compiler would fuse others when only one gradient is wanted, and its bits differ.
 Bytes per element: forward 3s, backward 5s (s = element size). Bound: memory bandwidth.
 Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills (tests/build/test_triton_aot.py).
 """
@@ -118,7 +119,7 @@ def glu_bwd(dy, gate, up, activation, need_gate, need_up):
     if N:
         _glu_bwd_kernel[(N * blocks,)](
             dy, gate, up, dgate, dup, *strides, C, blocks, ACTIVATION=activation, NEED_GATE=need_gate, NEED_UP=need_up,
-            ACC=acc_type(gate.dtype), BLOCK=BLOCK,
+            ACC=acc_type(gate.dtype), BLOCK=BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
     return dgate, dup
 
