@@ -73,8 +73,10 @@ struct Gemm {
   static constexpr int64_t GROUP = 4;               // panels of B that a skinny task packs together
   static constexpr int64_t SERIAL_FLOPS = 1 << 18;  // below, waking the threads costs more
 
+  // lower: the result is known to be symmetric (M = N), and the tiles above its diagonal are left
+  // out: half the work.
   static void run(int64_t M, int64_t N, int64_t K, GemmOperand a, GemmOperand b,
-                  const GemmStore<S>& store);
+                  const GemmStore<S>& store, bool lower = false);
 };
 
 // ---- packing ----------------------------------------------------------------------------------
@@ -293,6 +295,7 @@ struct GemmCall {
   int64_t M, N, K;
   GemmOperand a, b;
   const GemmStore<S>& store;
+  bool lower = false;
   PackFn<S> pack_a = pack_function<S, G::MR>(a.dtype), pack_b = pack_function<S, G::NR>(b.dtype);
   int64_t m_panels = (M + G::MR - 1) / G::MR, n_panels = (N + G::NR - 1) / G::NR;
 
@@ -318,7 +321,8 @@ struct GemmCall {
     const MicroFn<S> whole = micro_function<S>(G::MR);
     for (int64_t j = 0; j < np; ++j) {
       const int64_t col = (n0 + j) * G::NR, cols = smaller(G::NR, N - col);
-      for (int64_t i = 0; i < mp; ++i) {
+      const int64_t above = lower && col / G::MR > m0 ? col / G::MR - m0 : 0;
+      for (int64_t i = above; i < mp; ++i) {
         const int64_t row = (m0 + i) * G::MR, rows = smaller(G::MR, M - row);
         S* tile = tiles ? tiles + (j * mp + i) * G::MR * G::NR : one;
         const MicroFn<S> micro = rows == G::MR ? whole : micro_function<S>(rows);
@@ -389,7 +393,8 @@ struct GemmCall {
     // unless they would become so small that packing A again for each shows.
     int64_t tm = (m_panels * G::MR + G::M_BLOCK - 1) / G::M_BLOCK;
     int64_t tn = (np * G::NR + G::N_BLOCK - 1) / G::N_BLOCK;
-    const int64_t wanted = threads() == 1 ? 1 : 4 * threads();
+    // Of a triangle's tasks half are empty or small.
+    const int64_t wanted = threads() == 1 ? 1 : (lower ? 8 : 4) * threads();
     while (tm * tn < wanted && m_panels / (tm + 1) >= 4) ++tm;
     while (tm * tn < wanted && np / (tn + 1) >= 8) ++tn;
     const int64_t most_m = (m_panels + tm - 1) / tm, most_n = (np + tn - 1) / tn;
@@ -399,6 +404,7 @@ struct GemmCall {
       const int64_t ti = task % tm, tj = task / tm;
       const int64_t m0 = ti * m_panels / tm, mp = (ti + 1) * m_panels / tm - m0;
       const int64_t first = tj * np / tn, count = (tj + 1) * np / tn - first;
+      if (lower && (m0 + mp) * G::MR <= (n0 + first) * G::NR) return;  // all above the diagonal
       S* tiles = static_cast<S*>(
           scratch(Scratch::gemm_task, static_cast<size_t>(tiles_size + rows_size) * sizeof(S)));
       S* pa = tiles + tiles_size;
@@ -422,9 +428,9 @@ struct GemmCall {
 
 template<class S>
 void Gemm<S>::run(int64_t M, int64_t N, int64_t K, GemmOperand a, GemmOperand b,
-                  const GemmStore<S>& store) {
+                  const GemmStore<S>& store, bool lower) {
   if (M == 0 || N == 0) return;
-  const GemmCall<S> call{M, N, K, a, b, store};
+  const GemmCall<S> call{M, N, K, a, b, store, lower};
   if (K == 0)
     call.empty();
   else if (call.m_panels <= SKINNY_PANELS)
