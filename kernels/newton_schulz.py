@@ -1,12 +1,13 @@
 """Newton-Schulz iteration of a batch of matrices in Triton (formula in csrc/include/trainwright/newton_schulz.h).
 
-Four kernels. `_square_sums` and `_normalize` read each matrix twice and write it once, in x's dtype: 3 s bytes per element.
-`_symmetric` makes alpha S S^T + beta S, for the Gram matrix of X and for the polynomial of that Gram matrix: one program
-per tile on or below the diagonal, which also writes the tile's mirror image. `_apply` makes a X + Q X. Products run on
-the tensor cores in x's dtype (fp32: in fp32 on the FMA units), with sums in fp32, rounded once per product. A tall
-matrix is its transpose with the strides exchanged; nothing is transposed in memory. Per step m^2 n + m^3 + 2 m^2 n FLOPs
-(m <= n): bound by the tensor cores from m of a few hundred on. Every sum runs in a fixed order: repeats are bit-equal,
-and a matrix does not see its batch. Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills.
+Four kernels. `_square_sums` and `_normalize` read each matrix twice and write it once: 3 s bytes per element.
+`_symmetric` makes alpha S S^T + beta S, for the Gram matrix of X and for the polynomial of that Gram matrix: one
+program per tile on or below the diagonal, which also writes the tile's mirror image. `_apply` makes a X + Q X.
+Products run on the tensor cores in x's dtype (fp32: in fp32 on the FMA units), with sums in fp32, rounded once per
+product. A tall matrix is its transpose with the strides exchanged; nothing is transposed in memory. Per step
+m^2 n + m^3 + 2 m^2 n FLOPs (m <= n): bound by the tensor cores from m of a few hundred on. Every sum runs in a fixed
+order: repeats are bit-equal, and a matrix does not see its batch.
+Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills.
 """
 
 import os

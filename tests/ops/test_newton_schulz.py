@@ -1,4 +1,4 @@
-"""tw.newton_schulz: against fp64 and torch's own, on every shape, scale and rank; batches with the bits of one by one."""
+"""tw.newton_schulz: against fp64 and torch's own, for every shape, scale and rank; batches bit for bit."""
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from trainwright.ops.newton_schulz import COEFFICIENTS, EPS
 BACKENDS = backends_for_tests(tw.newton_schulz)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CUBIC = (1.5, -0.5, 0.0)  # converges to exactly 1
-SHAPES = [(1, 1), (1, 9), (9, 1), (8, 13), (13, 8), (16, 16), (67, 130), (130, 66), (3, 20, 33), (2, 2, 33, 20)]  # fmt: skip
+SHAPES = [(1, 1), (1, 9), (9, 1), (8, 13), (13, 8), (16, 16), (67, 90), (70, 66)]
+SHAPES += [(3, 20, 33), (2, 2, 33, 20)]
 LARGE = [(129, 513), (300, 299), (257, 900), (900, 257), (512, 1408)]
 
 
@@ -86,9 +87,9 @@ def test_as_near_to_fp64_as_torch_s_own(shape):
 
     x = torch.randn(8, *shape).bfloat16()
     exact = plain(x.double())
-    theirs = error(
-        torch.stack([_zeropower_via_newtonschulz(m, COEFFICIENTS, 5, EPS) for m in x]), exact
-    )
+    # clone: torch's divides a bf16 argument by its norm in place
+    results = [_zeropower_via_newtonschulz(m.clone(), COEFFICIENTS, 5, EPS) for m in x]
+    theirs = error(torch.stack(results), exact)
     for backend in BACKENDS:
         # Triton's intermediate matrices are bf16 too; the others are rounded once.
         allowed = 1.05 if backend == "triton" else 0.5
@@ -141,11 +142,12 @@ def test_same_bits_for_any_thread_count(shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_layout(dtype, backend):
     for shape in ((3, 9, 20), (2, 20, 9)):
-        inputs = {"x": torch.randn(shape).to(dtype)}
-        options = {"backend": backend}
-        expected = tw.newton_schulz(inputs["x"], **options)
-        for layout in (inputs["x"].mT.contiguous().mT, inputs["x"].permute(1, 2, 0).contiguous().permute(2, 0, 1)):  # fmt: skip
-            assert same_bits(tw.newton_schulz(layout, **options), expected)
+        x = torch.randn(shape).to(dtype)
+        expected = tw.newton_schulz(x, backend=backend)
+        for order in ((0, 2, 1), (1, 2, 0)):
+            back = [order.index(d) for d in range(3)]
+            strided = x.permute(order).contiguous().permute(back)
+            assert same_bits(tw.newton_schulz(strided, backend=backend), expected)
     x = torch.randn(1, 20).to(dtype).expand(9, 20)  # stride 0, rank 1
     assert same_bits(
         tw.newton_schulz(x, backend=backend), tw.newton_schulz(x.contiguous(), backend=backend)

@@ -98,10 +98,10 @@ def newton_schulz(
         TypeError, ValueError: an argument is of the wrong kind, dtype or shape; x requires a gradient.
         trainwright.BackendError: no backend can run the call.
 
-    Numerics: norms in fp64, so that no scale of G overflows or vanishes. "cpu" and "torch": every intermediate matrix in
-    fp32 (fp64 for fp64), whatever the dtype of x, rounded once at the end. "triton": intermediate matrices in x's dtype,
-    sums in fp32. A matrix has the same bits alone and in any batch, for any thread count; repeats are bit-equal. NaN or
-    inf spreads over its own matrix only.
+    Numerics: norms in fp64, so that no scale of G overflows or vanishes. "cpu" and "torch": every intermediate matrix
+    in fp32 (fp64 for fp64), whatever the dtype of x, rounded once at the end. "triton": intermediate matrices in x's
+    dtype, sums in fp32. A matrix has the same bits alone and in any batch, for any thread count; repeats are bit-equal.
+    NaN or inf spreads over its own matrix only.
 
     Cost: 15 m²n + 5 m³ FLOPs for 5 steps, m ≤ n: of the symmetric products only one triangle is computed.
 
