@@ -52,6 +52,7 @@ class Options:
     master_weights: str
     max_grad_norm: float | None
     backend: str | None
+    state_dtype: torch.dtype = torch.float32
 
 
 class _Loaded:
@@ -84,6 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Mixin; see the module. A subclass sets `moments`, the state tensors of the parameter's shape."""
 
     moments: tuple[str, ...] = ()
+    state_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # that its kernels know
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf for step()
     finds_overflow = True  # LossScaler: step() looks for inf and NaN itself
     _options: Options
@@ -115,7 +117,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise value_error(
                 op, "state_dtype", "torch.float32, torch.bfloat16 or 'int8'", state_dtype
             )
-        if state_dtype != torch.float32:
+        if not isinstance(state_dtype, torch.dtype) or state_dtype not in self.state_dtypes:
             raise ValueError(
                 f"{op}: state_dtype: {state_dtype} is not supported yet, use torch.float32"
             )
@@ -129,7 +131,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise value_error(
                 op, "backend", f"one of {', '.join(dispatch.BACKENDS)}", repr(backend)
             )
-        self._options = Options(master_weights, max_grad_norm, backend)
+        self._options = Options(master_weights, max_grad_norm, backend, state_dtype)
         self.last_step = StepInfo(None, torch.zeros((), dtype=torch.bool))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -167,6 +169,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _wants_master(self, p: Tensor) -> bool:
         return p.dtype in LOW_PRECISION and self._options.master_weights != "none"
 
+    def _state_dtype(self, p: Tensor) -> torch.dtype:
+        return torch.float64 if p.dtype == torch.float64 else self._options.state_dtype
+
     def refresh_masters(self) -> None:
         """Set the fp32 masters to the parameters: call it after parameters were edited by hand."""
         with torch.no_grad():
@@ -197,7 +202,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if own and tensor.shape != p.shape:
             where = f"load_state_dict: {name}"
             raise value_error(type(self).__name__, where, f"shape {tuple(p.shape)}", tuple(tensor.shape))  # fmt: skip
-        dtype = torch.float32 if name == "master" else state_dtype(p) if own else tensor.dtype
+        dtype = torch.float32 if name == "master" else self._state_dtype(p) if own else tensor.dtype
         return tensor.detach().to(device=p.device, dtype=dtype, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,688 @@
+"""tw.optim.Muon and tw.muon_: against fp64 and torch, every layout, dtype and kind of parameter, and reported bugs."""
+
+import copy
+import io
+import itertools
+import math
+import pickle
+import sys
+
+import pytest
+import torch
+import trainwright as tw
+from numerics import backends_for_tests, check_opcheck, same_bits
+from torch.testing._internal.common_optimizers import (
+    optim_error_inputs_func_muon,
+    optim_inputs_func_muon,
+)
+from trainwright.ops.newton_schulz import COEFFICIENTS, EPS
+
+from optim.cases import DTYPES, layouts
+
+OP = sys.modules[tw.muon_.__module__]
+BACKENDS = backends_for_tests(tw.muon_)
+
+
+def leaf(x):
+    return x.detach().requires_grad_()
+
+
+def set_grad(p, g):
+    p.grad_dtype = None  # any gradient dtype
+    p.grad = g
+
+
+def train(optimizer, params, steps, dtype=None, scale=1.0):
+    """Steps with random gradients that depend on the step number alone."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for p in params:
+            g = torch.randn(p.shape, generator=generator, dtype=torch.float64) * scale
+            set_grad(p, g.to(dtype or p.dtype))
+        optimizer.step()
+
+
+def bits_of(optimizer):
+    return [(k, v.clone()) for state in optimizer.state.values() for k, v in state.items()]
+
+
+def assert_same_state(a, b):
+    a, b = bits_of(a), bits_of(b)
+    assert [k for k, _ in a] == [k for k, _ in b]
+    assert all(same_bits(x, y) for (_, x), (_, y) in zip(a, b))
+
+
+class Oracle:
+    """Muon in fp64, from the definition (and torch's documentation), one matrix at a time."""
+
+    def __init__(
+        self, p, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn=None, ns_steps=5
+    ):  # fmt: skip
+        self.p = p.detach().double().clone()
+        self.b = torch.zeros_like(self.p)
+        self.lr, self.wd, self.mu, self.nesterov = lr, weight_decay, momentum, nesterov
+        self.adjust, self.steps = adjust_lr_fn, ns_steps
+
+    def step(self, grad):
+        g = grad.detach().double()
+        self.b = self.mu * self.b + (1 - self.mu) * g
+        u = self.mu * self.b + (1 - self.mu) * g if self.nesterov else self.b
+        matrices = u if u.dim() == 3 else u.reshape(1, len(u), -1)
+        a, b, c = COEFFICIENTS
+        x = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=EPS)
+        for _ in range(self.steps):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        rows, columns = matrices.shape[1:]
+        ratio = math.sqrt(max(1, rows / columns))
+        if self.adjust == "match_rms_adamw":
+            ratio = 0.2 * math.sqrt(max(rows, columns))
+        self.p = (1 - self.lr * self.wd) * self.p - self.lr * ratio * x.reshape(self.p.shape)
+
+
+# ---- the maths
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"nesterov": False, "momentum": 0.3}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+     {"adjust_lr_fn": "original", "momentum": 0.0, "ns_steps": 2}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"), list(itertools.product(DTYPES, DTYPES)), ids=lambda d: str(d)[6:]
+)
+def test_matches_fp64(dtype, grad_dtype, options, backend):
+    """The exact value (master, or the parameter itself), for 2-, 3- and 4-D parameters."""
+    if backend == "triton" and (dtype == torch.float64 or (dtype is not grad_dtype and options)):
+        return  # no fp64 in that backend; and the interpreter is slow
+    shapes = [(5, 9), (9, 5), (3, 4, 6), (4, 3, 3, 2), (9, 5)]
+    params = [leaf(torch.randn(s).to(dtype)) for s in shapes]
+    exact = [Oracle(p, lr=0.02, **options) for p in params]
+    ours = tw.optim.Muon(params, lr=0.02, backend=backend, **options)
+    for _ in range(3):
+        for p, e in zip(params, exact):
+            g = torch.randn(p.shape).to(grad_dtype)
+            set_grad(p, g)
+            e.step(g)
+        kept = [p.grad.clone() for p in params]
+        ours.step()
+        assert all(same_bits(p.grad, k) for p, k in zip(params, kept))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    for p, e in zip(params, exact):
+        state = ours.state[p]
+        assert state["momentum_buffer"].dtype == wide
+        value = state.get("master", p).detach()
+        assert value.dtype == wide
+        torch.testing.assert_close(value.double(), e.p, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            state["momentum_buffer"].double(), e.b, atol=tolerance, rtol=tolerance
+        )
+        if "master" in state:
+            assert same_bits(p.detach(), state["master"].to(dtype))
+
+
+@pytest.mark.parametrize("ns_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(48, 80), (80, 48)], ids=str)
+def test_as_near_to_fp64_as_torch(shape, ns_dtype):
+    a = leaf(torch.randn(shape))
+    b, e = leaf(a.detach().clone()), Oracle(a, lr=0.02)
+    ours = tw.optim.Muon([a], lr=0.02, ns_dtype=ns_dtype)
+    theirs = torch.optim.Muon([b], lr=0.02)
+    for _ in range(5):
+        a.grad = torch.randn(shape)
+        b.grad = a.grad.clone()
+        e.step(a.grad)
+        ours.step()
+        theirs.step()
+    ours_error, their_error = ((x.detach() - e.p).square().mean().sqrt() for x in (a, b))
+    assert ours_error <= their_error * (0.01 if ns_dtype is None else 1.0)
+    torch.testing.assert_close(a, b, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [k for k, (p, _) in layouts().items() if p.dim() >= 2])
+def test_every_layout_gives_the_bits_of_contiguous(name, dtype, backend):
+    """Matched by logical index, and nothing outside the view is touched."""
+    p, g = layouts(dtype)[name]
+    base = p._base if p._base is not None else p
+    untouched = torch.ones_like(base, dtype=torch.bool)
+    untouched.as_strided(p.shape, p.stride(), p.storage_offset()).zero_()
+    before = base.clone()
+    dense = leaf(p.clone(memory_format=torch.contiguous_format))
+    p = leaf(p)
+    dense.grad, p.grad = g.clone(memory_format=torch.contiguous_format), g
+    for x in (dense, p):
+        optimizer = tw.optim.Muon([x], lr=0.1, backend=backend)
+        optimizer.step()
+        optimizer.step()
+    assert same_bits(p.detach(), dense.detach())
+    assert torch.equal(base.detach()[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "torch"])
+def test_batched_with_others_or_alone_the_bits_are_the_same(backend, monkeypatch):
+    """Whatever shares the shape, the group or the batch; and batches that are too large are cut."""
+    shapes = [(6, 10), (6, 10), (10, 6), (6, 10), (2, 6, 10), (6, 5, 2, 1), (6, 10)]
+    start = [torch.randn(s) for s in shapes]
+
+    def result(split):
+        params = [leaf(x.clone()) for x in start]
+        groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.3, "momentum": 0.5}]
+        if split:
+            groups = [{**g, "params": [p]} for g in groups for p in g["params"]]
+        each = [[g] for g in groups] if split else [groups]
+        optimizers = [tw.optim.Muon(x, lr=0.1, backend=backend) for x in each]
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            for optimizer in optimizers:
+                optimizer.step()
+        return [p.detach() for p in params]
+
+    together, alone = result(False), result(True)
+    monkeypatch.setattr(OP, "BATCH_ELEMENTS", 130)
+    in_parts = result(False)
+    for a, b, c in zip(together, alone, in_parts):
+        assert same_bits(a, b) and same_bits(a, c)
+
+
+def test_same_bits_for_any_thread_count_and_repeat():
+    def result(threads):
+        torch.manual_seed(0)
+        torch.set_num_threads(threads)
+        shapes = [(200, 300), (200, 300), (90, 70), (4, 20, 30), (0, 4)]
+        params = [leaf(torch.randn(s)) for s in shapes] + [leaf(torch.randn(200, 99).t())]
+        optimizer = tw.optim.Muon(params, lr=0.1, max_grad_norm=0.5)
+        train(optimizer, params, range(3))
+        return [p.detach() for p in params] + [optimizer.last_step.grad_norm]
+
+    try:
+        results = [result(t) for t in (1, 2, 3, 2)]
+    finally:
+        torch.set_num_threads(2)
+    assert all(same_bits(a, b) for r in results for a, b in zip(r, results[0]))
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "torch"])
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_passes_over_elements_have_the_bits_of_the_reference(dtype, state, backend):
+    shapes = [(3, 700), (5, 5), (70, 33)]
+    for momentum, nesterov in ((0.95, 1.0), (0.3, 1.0), (0.9, 0.0)):
+        hyper = torch.tensor([[0.07, 0.3, momentum, nesterov]], dtype=torch.float64)
+        control = torch.tensor([0.37, 0.0], dtype=torch.float64)
+        grads = [torch.randn(s).to(dtype) for s in shapes]
+        start = [torch.randn(s) for s in shapes]
+        results = []
+        for name in (backend, "torch"):
+            buffers, updates = (
+                [x.to(state, copy=True) for x in start],
+                [torch.empty(s) for s in shapes],
+            )
+            OP.MOMENTUM_PASS[name](grads, buffers, updates, [0] * 3, hyper, control)
+            params = [x.to(dtype, copy=True) for x in start]
+            masters = [x.clone() for x in start] if dtype == torch.bfloat16 else []
+            spec = [int(dtype == torch.bfloat16)] * 3
+            OP.UPDATE_PASS[name](params, masters, updates, spec, [1.0, 0.7, 3.3], hyper, control)
+            results.append([*buffers, *updates, *params, *masters])
+        assert all(same_bits(a, b) for a, b in zip(*results))
+
+
+# ---- torch's own inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_torch_s_own_optimizer_inputs(dtype):
+    configs = [c.kwargs for c in optim_inputs_func_muon("cpu", dtype)]
+    configs.append({"lr": torch.tensor(1e-2)})
+    assert len(configs) >= 6
+    for kwargs in configs:
+        torch.manual_seed(0)
+        a = [leaf(torch.randn(16, 8).to(dtype)), leaf(torch.randn(8, 24).to(dtype))]
+        b = [leaf(p.detach().clone()) for p in a]
+        groups = [[{"params": x[:1]}, {"params": x[1:], "lr": 0.05, "weight_decay": 0.3}] for x in (a, b)]  # fmt: skip
+        ours, theirs = tw.optim.Muon(groups[0], **kwargs), torch.optim.Muon(groups[1], **kwargs)
+        for i in range(5):
+            for p, q in zip(a, b):
+                p.grad = torch.randn(*reversed(p.shape), dtype=dtype).t()
+                q.grad = p.grad.clone(memory_format=torch.contiguous_format)
+            if i == 2:
+                a[1].grad = b[1].grad = None
+            ours.step()
+            theirs.step()
+            for p, q in zip(a, b):
+                # torch's orthogonalisation is in bf16
+                torch.testing.assert_close(p, q, atol=5e-3, rtol=1e-2)
+                key = "momentum_buffer"
+                torch.testing.assert_close(ours.state[p][key], theirs.state[q][key])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_s_own_error_inputs():
+    inputs = optim_error_inputs_func_muon("cpu", torch.float32)
+    assert len(inputs) >= 6
+    for error in inputs:
+        spec = error.optimizer_error_input
+        if spec.desc == "only support 2D parameters":
+            continue  # a 3-D parameter: ours takes it
+        params = spec.params if spec.params is not None else [leaf(torch.ones(2, 2))]
+        if spec.desc == "does not support complex parameters":  # torch finds out at the first step
+            with pytest.raises(TypeError, match="complex64"):
+                tw.optim.Muon(params, **spec.kwargs)
+            continue
+        kind = ValueError if error.error_type is UserWarning else error.error_type
+        with pytest.raises(kind) as caught:
+            tw.optim.Muon(params, **spec.kwargs)
+        if error.error_type is not UserWarning and not issubclass(kind, TypeError):
+            assert caught.type is ValueError
+
+
+# ---- parameters that are no matrices, or bad ones
+
+
+def test_vectors_and_scalars_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"params\[1\]: expected at least 2 dimensions .*, got \(7,\)"):  # fmt: skip
+        tw.optim.Muon([leaf(torch.ones(2, 2)), leaf(torch.ones(7))])
+    module = torch.nn.Linear(3, 4)
+    with pytest.raises(ValueError, match=r"params\[1\] \('bias'\): expected at least 2"):
+        tw.optim.Muon(module.named_parameters())
+    optimizer = tw.optim.Muon([module.weight])
+    with pytest.raises(ValueError, match=r"params\[0\]: expected at least 2 .*, got \(\)"):
+        optimizer.add_param_group({"params": leaf(torch.tensor(1.0))})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_three_dimensions_are_a_batch_of_matrices_and_more_are_flattened():
+    experts, conv = torch.randn(3, 6, 4), torch.randn(6, 4, 3, 2)
+    a, b = leaf(experts.clone()), leaf(conv.clone())
+    singles = [leaf(m.clone()) for m in experts] + [leaf(conv.reshape(6, 24).clone())]
+    for options in ({}, {"adjust_lr_fn": "match_rms_adamw"}):
+        ours = tw.optim.Muon([a, b], lr=0.1, **options)
+        flat = tw.optim.Muon(singles, lr=0.1, **options)
+        a.grad, b.grad = torch.randn(3, 6, 4), torch.randn(6, 4, 3, 2)
+        for single, g in zip(singles, [*a.grad, b.grad.reshape(6, 24)]):
+            single.grad = g.clone()
+        ours.step()
+        flat.step()
+        for i in range(3):
+            assert same_bits(a.detach()[i], singles[i].detach())
+        assert same_bits(b.detach().reshape(6, 24), singles[3].detach())
+    linear_1d = leaf(torch.randn(5, 2, 2, 2, 2))
+    train(tw.optim.Muon([linear_1d]), [linear_1d], range(1))  # Conv3d
+
+
+def test_zero_size_parameters_anywhere_do_not_stop_the_others():
+    shapes = [(0, 3), (5, 4), (3, 0), (0, 5, 4), (2, 5, 0), (5, 4), (0, 1, 1, 1)]
+    params = [leaf(torch.ones(s)) for s in shapes]
+    train(tw.optim.Muon(params, lr=0.1), params, range(2))
+    assert all((p != 1).all() for p in params)
+    tw.optim.Muon([leaf(torch.ones(2, 2))]).step()  # no gradient at all
+
+
+def test_a_parameter_without_gradient_gets_no_state_and_no_decay():
+    p, q = leaf(torch.ones(3, 3)), leaf(torch.ones(3, 3))
+    optimizer = tw.optim.Muon([p, q], weight_decay=0.5, lr=0.1)
+    train(optimizer, [p], range(2))
+    assert (q == 1).all() and q not in optimizer.state
+    exact = Oracle(q, weight_decay=0.5, lr=0.1)
+    q.grad = torch.randn(3, 3)  # the first one comes late
+    exact.step(q.grad)
+    optimizer.step()
+    torch.testing.assert_close(q.detach().double(), exact.p, atol=1e-6, rtol=1e-6)
+
+
+# ---- gradients of every kind
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_zero_gradient_gives_a_zero_update(dtype, backend):
+    p = leaf(torch.full((4, 6), 2.0, dtype=dtype))
+    p.grad = torch.zeros(4, 6, dtype=dtype)
+    tw.optim.Muon([p], lr=0.5, weight_decay=0.5, backend=backend).step()
+    assert (p == 1.5).all()
+
+
+def test_low_rank_gradients():
+    p = leaf(torch.zeros(40, 60))
+    exact = Oracle(p, lr=1.0)
+    optimizer = tw.optim.Muon([p], lr=1.0)
+    for rank in (1, 3):
+        p.grad = torch.randn(40, rank) @ torch.randn(rank, 60)
+        p.grad[7] = 0.0
+        exact.step(p.grad)
+        optimizer.step()
+    torch.testing.assert_close(p.detach().double(), exact.p, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1e4, 1e30])
+def test_the_scale_of_the_gradients_matters_only_below_eps(scale):
+    p = leaf(torch.zeros(9, 20))
+    exact = Oracle(p, lr=1.0)
+    p.grad = torch.randn(9, 20) * scale
+    exact.step(p.grad)
+    tw.optim.Muon([p], lr=1.0).step()
+    torch.testing.assert_close(p.detach().double(), exact.p, atol=0, rtol=1e-3)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("ns_dtype", [None, torch.bfloat16], ids=str)
+def test_a_512_x_1408_gradient_and_the_momentum_stay_as_they_are(ns_dtype, nesterov):
+    """dion#76: NaN for this shape. And torch's step, in bf16 without nesterov, divides its momentum by its norm."""
+    p = leaf(torch.randn(512, 1408).bfloat16())
+    optimizer = tw.optim.Muon([p], nesterov=nesterov, ns_dtype=ns_dtype, state_dtype=torch.bfloat16)
+    p.grad = torch.randn(512, 1408).bfloat16()
+    kept = p.grad.clone()
+    optimizer.step()
+    assert p.isfinite().all() and same_bits(p.grad, kept)
+    expected = (0.05 * kept.float()).bfloat16()
+    torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], expected, atol=0, rtol=0.01)
+
+
+def test_nan_without_a_scaler_stays_in_its_matrix():
+    p = leaf(torch.ones(2, 3, 3))
+    p.grad = torch.ones(2, 3, 3)
+    p.grad[1, 0, 0] = float("nan")
+    tw.optim.Muon([p]).step()
+    assert p[1].isnan().all() and p[0].isfinite().all()
+
+
+# ---- state
+
+
+def both_ways(dtype=torch.float32, shapes=((5, 7), (9, 4))):
+    params = [leaf(torch.randn(s).to(dtype)) for s in shapes]
+    return params, [leaf(p.detach().clone()) for p in params]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("direction", ["torch to ours", "ours to torch"])
+def test_a_checkpoint_loads_in_both_directions_mid_run(direction, dtype):
+    a, b = both_ways(dtype)
+    options = {"lr": 1e-2, "momentum": 0.8, "weight_decay": 0.3}
+    makers = [lambda p: torch.optim.Muon(p, **options), lambda p: tw.optim.Muon(p, **options)]
+    if direction == "ours to torch":
+        makers.reverse()
+    first = makers[0](a)
+    train(first, a, range(4))
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second = makers[1](b)
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    for p, q in zip(a, b):
+        q.data.copy_(p.data)
+    train(first, a, range(4, 7))
+    train(second, b, range(4, 7))
+    for p, q in zip(a, b):
+        torch.testing.assert_close(p, q, atol=5e-3 if dtype == torch.float32 else 0.05, rtol=1e-2)
+        torch.testing.assert_close(
+            first.state[p]["momentum_buffer"], second.state[q]["momentum_buffer"],
+            atol=1e-6 if dtype == torch.float32 else 0.02, rtol=1e-2, check_dtype=False,
+        )  # fmt: skip
+    keys = [o.state_dict()["param_groups"][0].keys() for o in (first, second)]
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_resume_is_bit_equal(dtype, state):
+    a, b = both_ways(dtype, ((5, 7), (3, 4, 5), (4, 2, 3, 3)))
+    options = {"lr": 1e-2, "state_dtype": state}
+    first = tw.optim.Muon(a, **options)
+    train(first, a, range(3), dtype=torch.float32)
+    expected = torch.float64 if dtype == torch.float64 else state
+    assert first.state[a[0]]["momentum_buffer"].dtype == expected
+    second = tw.optim.Muon(b, **options)
+    buffer = io.BytesIO()
+    torch.save({"model": [p.detach() for p in a], "optimizer": first.state_dict()}, buffer)
+    buffer.seek(0)
+    checkpoint = torch.load(buffer, weights_only=True)
+    for q, saved in zip(b, checkpoint["model"]):
+        q.data.copy_(saved)
+    second.load_state_dict(checkpoint["optimizer"])
+    assert_same_state(first, second)
+    for optimizer, params in ((first, a), (second, b)):
+        train(optimizer, params, range(3, 6), dtype=torch.float32)
+    assert_same_state(first, second)
+    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(a, b))
+
+
+def test_bf16_state_is_the_fp32_state_rounded_in_every_step():
+    a, b = both_ways()
+    narrow, wide = tw.optim.Muon(a, state_dtype=torch.bfloat16), tw.optim.Muon(b)
+    train(narrow, a, range(1))
+    train(wide, b, range(1))
+    for p, q in zip(a, b):
+        assert same_bits(p.detach(), q.detach())  # the update itself comes from the unrounded value
+        assert same_bits(
+            narrow.state[p]["momentum_buffer"], wide.state[q]["momentum_buffer"].bfloat16()
+        )
+    wide.load_state_dict(narrow.state_dict())  # the options are the constructor's
+    assert wide.state[b[0]]["momentum_buffer"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copied_optimizer_goes_on_alike(how):
+    p = leaf(torch.randn(8, 5).bfloat16())
+    optimizer = tw.optim.Muon([p], lr=0.1, max_grad_norm=0.5, ns_dtype=torch.bfloat16)
+    train(optimizer, [p], range(2))
+    other = copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    q = other.param_groups[0]["params"][0]
+    assert q is not p
+    for o, x in ((optimizer, p), (other, q)):
+        train(o, [x], range(2, 4))
+    assert same_bits(p.detach(), q.detach()) and other._options == optimizer._options
+    assert_same_state(optimizer, other)
+
+
+def test_groups_schedulers_and_a_group_added_later():
+    p, q = leaf(torch.randn(5, 6)), leaf(torch.randn(6, 5))
+    optimizer = tw.optim.Muon([{"params": [p], "lr": 0.1, "nesterov": False}], lr=torch.tensor(0.3))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    e = Oracle(p, lr=0.1, nesterov=False)
+    f = Oracle(q, lr=0.3, momentum=0.5, ns_steps=3, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group(
+                {"params": q, "momentum": 0.5, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
+            )
+        for x, oracle in ((p, e), (q, f)):
+            x.grad = torch.randn_like(x)
+            if x is p or step >= 2:
+                oracle.step(x.grad)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = e.lr = e.lr * 0.5
+    assert scheduler.last_epoch == 0
+    torch.testing.assert_close(p.detach().double(), e.p, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(q.detach().double(), f.p, atol=1e-5, rtol=1e-5)
+
+
+# ---- clipping and loss scaling
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_clipping_inside_the_step_equals_clipping_before_it(dtype, backend):
+    a, b = both_ways(dtype)
+    ours = tw.optim.Muon(a, lr=0.1, max_grad_norm=0.75, backend=backend)
+    plain = tw.optim.Muon(b, lr=0.1, backend=backend)
+    for scale in (10.0, 0.001):
+        grads = [(torch.randn(p.shape) * scale).to(dtype) for p in a]
+        total = torch.sqrt(sum(g.double().square().sum() for g in grads))
+        coefficient = min(1.0, 0.75 / (total.item() + 1e-6))
+        for p, q, g in zip(a, b, grads):
+            p.grad = g.clone()
+            set_grad(q, g.double() * coefficient)
+        ours.step()
+        plain.step()
+        assert all(same_bits(p.grad, g) for p, g in zip(a, grads))
+        assert ours.last_step.grad_norm.item() == pytest.approx(total.item(), rel=1e-6)
+    for p, q in zip(a, b):
+        x, y = (o.state[t].get("master", t).detach() for o, t in ((ours, p), (plain, q)))
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("found", [1.0, 0.5, float("nan")])
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_skipped_step_changes_no_bit(dtype, first, found, backend):
+    """DeepSpeed#8432: the overflow was folded into the momentum before the step was skipped."""
+    a, b = both_ways(dtype)
+    ours, never = (tw.optim.Muon(x, lr=0.1, backend=backend) for x in (a, b))
+    if not first:
+        train(ours, a, range(1))
+        train(never, b, range(1))
+    params, state = [p.detach().clone() for p in a], bits_of(ours)
+    ours.found_inf, ours.grad_scale = torch.tensor(found), torch.tensor(4.0)
+    train(ours, a, range(50, 52), scale=float("inf"))
+    assert ours.last_step.skipped.item() is True
+    del ours.found_inf, ours.grad_scale
+    assert all(same_bits(p.detach(), q) for p, q in zip(a, params))
+    if not first:
+        assert all(same_bits(x, y) for (_, x), (_, y) in zip(state, bits_of(ours)))
+    train(ours, a, range(1, 3))
+    train(never, b, range(1, 3))
+    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(a, b))
+    assert_same_state(ours, never)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_op_itself_skips_without_looking_from_the_host(backend):
+    """What happens on a GPU, where the flag is not read back."""
+    control = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    p, b, g = torch.randn(4, 6), torch.randn(4, 6), torch.full((4, 6), float("nan"))
+    kept = p.clone(), b.clone()
+    tw.muon_([p], [g], [b], lr=0.1, control=control, backend=backend)
+    assert same_bits(p, kept[0]) and same_bits(b, kept[1])
+
+
+def test_works_with_torch_s_grad_scaler():
+    a, b = both_ways()
+    ours, plain = tw.optim.Muon(a, lr=0.1), tw.optim.Muon(b, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(5):
+        for params in (a, b):
+            torch.manual_seed(step)
+            factor = float("inf") if step == 3 and params is a else 1.0
+            loss = sum((p * torch.randn_like(p)).sum() for p in params) * factor
+            for p in params:
+                p.grad = None
+            (scaler.scale(loss) if params is a else loss).backward()
+        scaler.step(ours)
+        scaler.update()
+        assert ours.last_step.skipped.item() == (step == 3)
+        if step != 3:
+            plain.step()
+    for p, q in zip(a, b):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-6)
+
+
+# ---- low precision, versions, errors
+
+
+def test_bf16_parameters_without_a_master():
+    a, b = both_ways(torch.bfloat16)
+    none = tw.optim.Muon(a, lr=0.1, master_weights="none")
+    with_master = tw.optim.Muon(b, lr=0.1)
+    train(none, a, range(1))
+    train(with_master, b, range(1))
+    assert "master" not in none.state[a[0]]
+    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(a, b))
+    with torch.no_grad():
+        b[0].fill_(5.0)
+    with_master.refresh_masters()
+    train(with_master, b, range(1, 2))
+    assert (b[0] > 3).all()
+
+
+def test_updates_bump_the_version_counter():
+    p, x = leaf(torch.ones(3, 3)), torch.ones(3, 3, requires_grad=True)
+    out = (p * x).sum()  # saves p for the gradient of x
+    p.grad = torch.ones(3, 3)
+    tw.optim.Muon([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_the_function_does_what_the_optimizer_does():
+    p = leaf(torch.randn(6, 4))
+    q, b = p.detach().clone(), torch.zeros(6, 4)
+    p.grad = torch.randn(6, 4)
+    tw.muon_([q], [p.grad], [b], lr=0.1)
+    optimizer = tw.optim.Muon([p], lr=0.1)
+    optimizer.step()
+    assert same_bits(p.detach(), q) and same_bits(optimizer.state[p]["momentum_buffer"], b)
+
+
+def test_opcheck():
+    hyper = torch.tensor([[0.1, 0.1, 0.9, 1.0]], dtype=torch.float64)
+    p, b, g, u = (torch.randn(3, 4) for _ in range(4))
+    check_opcheck(torch.ops.trainwright.muon_momentum_.default, [g], [b], [u], [0], hyper, None)
+    check_opcheck(torch.ops.trainwright.muon_update_.default, [p], [], [u], [0], [1.0], hyper, None)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({"ns_steps": 100}, ValueError, "ns_steps: expected at most 99"),
+        ({"ns_steps": 1.5}, TypeError, "ns_steps: expected an int"),
+        ({"ns_coefficients": (1.0, 2.0)}, ValueError, "ns_coefficients: expected three numbers"),
+        ({"eps": -1.0}, ValueError, "eps: expected at least 0"),
+        ({"nesterov": 1}, TypeError, "nesterov: expected a bool"),
+        ({"ns_dtype": torch.int8}, TypeError, "ns_dtype: expected None"),
+        ({"adjust_lr_fn": "x"}, ValueError, "Adjust learning rate function x is not supported"),
+        ({"lr": -1.0}, ValueError, "Learning rate should be >= 0"),
+        ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
+        ({"master_weights": "split16"}, ValueError, "'split16' is not supported"),
+        ({"state_dtype": "int8"}, ValueError, "state_dtype: int8 is not supported"),
+        ({"stochastic_rounding": True}, ValueError, "stochastic_rounding: not supported"),
+        ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm: expected at least 0.0"),
+    ],
+)  # fmt: skip
+def test_bad_options(kwargs, error, text):
+    with pytest.raises(error, match=text):
+        tw.optim.Muon([leaf(torch.ones(2, 2))], **kwargs)
+
+
+def test_bad_parameters_gradients_and_arguments():
+    p = leaf(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="listed twice"):
+        tw.optim.Muon([p, p])
+    with pytest.raises(TypeError, match="an expanded tensor"):
+        tw.optim.Muon([torch.ones(1).expand(4, 4).detach().requires_grad_()])
+    optimizer = tw.optim.Muon([p])
+    p.grad = torch.ones(2, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    p.grad = torch.ones(2, 2)
+    with pytest.raises(tw.BackendError):
+        tw.optim.Muon([p], backend="cuda").step()
+    one = torch.ones(2, 2)
+
+    def call(**changes):
+        arguments = {"params": [one], "grads": [one], "momentum_buffers": [one], "lr": 0.1}
+        arguments.update(changes)
+        lists = [arguments.pop(k) for k in ("params", "grads", "momentum_buffers")]
+        tw.muon_(*lists, **arguments)
+
+    for changes, error, text in [
+        ({"grads": []}, ValueError, "grads: expected 1 tensors, got 0"),
+        ({"grads": [torch.ones(3, 2)]}, ValueError, r"grads\[0\]: expected shape \(2, 2\)"),
+        ({"params": [torch.ones(2)]}, ValueError, r"params\[0\]: expected at least 2 dimension"),
+        ({"momentum_buffers": [one.half()]}, TypeError, r"momentum_buffers\[0\]: expected dtype"),
+        ({"masters": [one]}, ValueError, r"masters\[0\]: expected None for a torch.float32"),
+        ({"control": torch.ones(2)}, TypeError, "control: expected dtype float64"),
+        ({"momentum": -1.0}, ValueError, "momentum: expected at least 0"),
+        ({"ns_steps": 100}, ValueError, "ns_steps: expected at most 99"),
+        ({"ns_dtype": "bf16"}, TypeError, "ns_dtype"),
+    ]:
+        with pytest.raises(error, match=text):
+            call(**changes)
+    assert (one == 1).all()
