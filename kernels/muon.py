@@ -35,7 +35,8 @@ def _momentum_kernel(
     program = tl.program_id(0).to(tl.int64)
     row = table_ptr + 5 * tl.load(blocks_ptr + 2 * program)
     i = tl.load(blocks_ptr + 2 * program + 1) + tl.arange(0, BLOCK)
-    mask = i < tl.load(row + 3)
+    n = tl.load(row + 3)
+    mask = i < n
     hyper = hyper_ptr + 4 * tl.load(row + 4)
     mu, nesterov = tl.load(hyper + 2), tl.load(hyper + 3)
     momentum, blend = mu.to(ACC), (1.0 - mu).to(ACC)
@@ -48,9 +49,8 @@ def _momentum_kernel(
     u = tl.where(nesterov != 0.0, _towards(b, g, momentum, blend), b)
     keep = mask
     if HAS_CONTROL:  # a skipped step: nothing is remembered, and the update is 0
-        run = tl.load(control_ptr + 1) == 0.0
-        keep = mask & run
-        u = tl.where(run, u, 0.0)
+        keep = i < tl.where(tl.load(control_ptr + 1) == 0.0, n, 0)
+        u = tl.where(keep, u, 0.0)
     tl.store(b_ptr, cast(b, B), mask=keep)
     tl.store(tl.load(row + 2).to(tl.pointer_type(U)) + i, cast(u, U), mask=mask)
 

@@ -30,7 +30,8 @@ def _square_sums(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = x_ptr + tl.program_id(1).to(tl.int64) * batch_stride
     at += i // cols * row_stride + i % cols * col_stride
-    x = tl.load(at, mask=i < rows.to(tl.int64) * cols, other=0.0).to(tl.float64)
+    size = tl.full((), 1, tl.int64) * rows * cols
+    x = tl.load(at, mask=i < size, other=0.0).to(tl.float64)
     out = partial_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     tl.store(out, tl.sum(x * x, axis=0))
 
@@ -42,7 +43,7 @@ def _normalize(
     """out (batch, rows, cols), dense."""
     batch = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    size = rows.to(tl.int64) * cols
+    size = tl.full((), 1, tl.int64) * rows * cols
     at = x_ptr + batch * batch_stride + i // cols * row_stride + i % cols * col_stride
     x = tl.load(at, mask=i < size, other=0.0).to(tl.float64) / tl.load(norm_ptr + batch)
     tl.store(out_ptr + batch * size + i, cast(x, T), mask=i < size)

@@ -280,9 +280,9 @@ def muon_(
     >>> import torch, trainwright as tw
     >>> p, g = torch.zeros(2, 2), torch.tensor([[0.0, 2.0], [1.0, 0.0]])
     >>> tw.muon_([p], [g], [torch.zeros(2, 2)], lr=1.0)
-    >>> p.round(decimals=1).abs()
-    tensor([[0.0000, 0.7000],
-            [1.1000, 0.0000]])
+    >>> p.round(decimals=1)
+    tensor([[ 0.0000, -0.7000],
+            [-1.1000,  0.0000]])
     """
     op = "muon_"
     lists = {"grads": grads, "momentum_buffers": momentum_buffers}
