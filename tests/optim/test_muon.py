@@ -640,7 +640,7 @@ def test_opcheck():
         ({"adjust_lr_fn": "x"}, ValueError, "Adjust learning rate function x is not supported"),
         ({"lr": -1.0}, ValueError, "Learning rate should be >= 0"),
         ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
-        ({"master_weights": "split16"}, ValueError, "'split16' is not supported"),
+        ({"master_weights": "split16"}, ValueError, "split16 is not supported"),
         ({"state_dtype": "int8"}, ValueError, "state_dtype: int8 is not supported"),
         ({"stochastic_rounding": True}, ValueError, "stochastic_rounding: not supported"),
         ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm: expected at least 0.0"),

@@ -9,8 +9,8 @@ negative) codes of that shape, row-major, and fp32 scales, one per 256 elements.
 ``group << 8 | flags << 5 | stochastic << 4 | state format << 2 | master format`` (`pack_spec`); flags says which
 optional states exist. offsets[i] is the index of the tensor's first element in the whole parameter, 0 unless it is a
 shard; with int8 state a multiple of 256. hyper (groups, len(op.hyper)) fp64. control (2,) fp64: multiplier of the
-gradients, and non-zero to skip the step. lost (2,) fp64: raised by the number of elements whose update was not zero, and by
-how many of those rounding took away.
+gradients, and non-zero to skip the step. lost (2,) fp64: raised by the number of elements whose update was not zero,
+and by how many of those rounding took away.
 
 Every operation on elements is rounded by itself, in the order in which the reference has it: all backends give the same
 bits.
@@ -40,6 +40,7 @@ SCHEMA = (
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] masters, Tensor(c!)[] states, Tensor(d!)[] steps, int[] spec, "
     "int[] offsets, Tensor hyper, Tensor? control, int seed, Tensor(e!)? lost) -> ()"
 )
+ALL_FLAGS = 7
 STATE_FORMATS = {
     torch.float32: formats.FULL_STATE,
     torch.float64: formats.FULL_STATE,
@@ -82,8 +83,8 @@ class OptimizerOp:
     states: tuple[State, ...]
     update: Update
 
-    def present(self, flags: int) -> list[State]:
-        return [s for s in self.states if s.flag == 0 or s.flag & flags]
+    def present(self, flags: int) -> tuple[State, ...]:
+        return tuple(s for s in self.states if s.flag == 0 or s.flag & flags)
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,16 @@ def _fake(*_: Any) -> None:
     return None
 
 
+# The optimizers' short cut on the CPU: contiguous tensors by address, see csrc/cpu/optimizer_binding.h.
+TABLE_SCHEMA = "(Tensor table, Tensor hyper, Tensor? control, int seed, Tensor(a!)? lost) -> ()"
+
+
 def define(op: OptimizerOp) -> dict[str, Callable[..., None]]:
     """Register ``trainwright::<name>_`` with its torch reference; what runs it on each backend."""
-    return _library.define_backends(op.name, f"{op.name}_" + SCHEMA, reference(op), _fake)
+    _library.LIBRARY.define(f"{op.name}_table" + TABLE_SCHEMA)
+    table = getattr(torch.ops.trainwright, f"{op.name}_table").default
+    backends = _library.define_backends(op.name, f"{op.name}_" + SCHEMA, reference(op), _fake)
+    return {**backends, "table": table}
 
 
 # ---- the function of an op

@@ -23,6 +23,11 @@ def from_bits(bits: Tensor) -> Tensor:
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
+def sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded for fp32, as in every kernel; torch's own on the CPU is not (nor is this for fp64)."""
+    return x.double().sqrt().to(x.dtype)
+
+
 # ---- random numbers
 
 
@@ -117,15 +122,16 @@ def int8_encode(x: Tensor, signed: bool, noise: Tensor | None) -> tuple[Tensor, 
     scales = torch.where(largest == 0, 0.0, largest.clamp(min=2.0**-90))
     scales = torch.where(largest.isfinite(), scales, float("nan"))
     full = SIGNED_RANGE if signed else UNSIGNED_RANGE
-    inverse = _per_element(torch.where(scales > 0, full / scales, 0.0), n)
+    quotient = torch.full_like(scales, full) / scales  # a number / tensor would take the reciprocal
+    inverse = _per_element(torch.where(scales > 0, quotient, 0.0), n)
     y = flat.abs() * inverse
     if signed:
         y = torch.where(y < full, y, full)
-        t = y.sqrt()
+        t = sqrt(y)
     else:
-        s = y.sqrt()
+        s = sqrt(y)
         s = torch.where(s < 65025.0, s, 65025.0)
-        t = s.sqrt()
+        t = sqrt(s)
     if noise is None:
         code = (t + 0.5).floor()
     else:

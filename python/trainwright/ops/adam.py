@@ -36,7 +36,11 @@ OP = OptimizerOp(
 STEP = define(OP)
 
 
-@dispatch.register("adam", Candidate("torch", FLOAT_DTYPES))
+@dispatch.register(
+    "adam",
+    Candidate("cpu", FLOAT_DTYPES),
+    Candidate("torch", FLOAT_DTYPES),
+)
 def adam_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

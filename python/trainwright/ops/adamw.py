@@ -13,8 +13,8 @@ from torch import Tensor
 from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_bool, check_number
-from trainwright.ops import _library
 from trainwright.ops._optimizer import FORMATS, OptimizerOp, State, call, check_below_one, define
+from trainwright.ops._optimizer_formats import sqrt
 
 __all__ = ["adamw_"]
 
@@ -34,7 +34,7 @@ def adamw_apply(p: Tensor, g: Tensor, states: dict[str, Tensor], h: dict[str, Te
     states["exp_avg"], states["exp_avg_sq"] = m, v
     if "max_exp_avg_sq" in states:
         v = states["max_exp_avg_sq"] = torch.maximum(states["max_exp_avg_sq"], v)
-    root = v.sqrt() * (1.0 / (1.0 - h["beta2"] ** t).sqrt()).to(acc) + h["eps"].to(acc)
+    root = sqrt(v) * (1.0 / (1.0 - h["beta2"] ** t).sqrt()).to(acc) + h["eps"].to(acc)
     kept = (1.0 - h["lr"] * h["weight_decay"]).to(acc) * p
     return kept - (h["lr"] / (1.0 - h["beta1"] ** t)).to(acc) * (m / root)
 
@@ -48,14 +48,9 @@ OP = OptimizerOp(
 STEP = define(OP)
 
 
-# The optimizer's short cut on the CPU: contiguous tensors by address, see csrc/cpu/adamw.cpp.
-_library.LIBRARY.define("adamw_table(Tensor table, Tensor hyper, Tensor? control) -> ()")
-step_by_table = torch.ops.trainwright.adamw_table.default
-
-
 @dispatch.register(
     "adamw",
-    Candidate("cpu", FLOAT_DTYPES, lacks=FORMATS),
+    Candidate("cpu", FLOAT_DTYPES),
     Candidate("cuda", FLOAT_DTYPES, lacks=FORMATS),
     Candidate("triton", FLOAT_DTYPES, lacks=FORMATS),
     Candidate("torch", FLOAT_DTYPES),

@@ -14,6 +14,7 @@ from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_bool, check_number
 from trainwright.ops._optimizer import OptimizerOp, State, call, check_below_one, define
+from trainwright.ops._optimizer_formats import sqrt
 
 __all__ = ["lamb_"]
 
@@ -26,7 +27,7 @@ def _update(
     states["exp_avg"] = m + (1.0 - h["beta1"]).to(acc) * (g - m)
     states["exp_avg_sq"] = h["beta2"].to(acc) * v + (1.0 - h["beta2"]).to(acc) * (g * g)
     m, v = (store(name, states[name]) for name in ("exp_avg", "exp_avg_sq"))
-    root = v.sqrt() * (1.0 / (1.0 - h["beta2"] ** t).sqrt()).to(acc) + h["eps"].to(acc)
+    root = sqrt(v) * (1.0 / (1.0 - h["beta2"] ** t).sqrt()).to(acc) + h["eps"].to(acc)
     u = m * (1.0 / (1.0 - h["beta1"] ** t)).to(acc) / root + h["weight_decay"].to(acc) * p
     p_norm, u_norm = p.double().square().sum().sqrt(), u.double().square().sum().sqrt()
     ratio = torch.where((p_norm == 0) | (u_norm == 0), 1.0, p_norm / u_norm)
@@ -42,7 +43,11 @@ OP = OptimizerOp(
 STEP = define(OP)
 
 
-@dispatch.register("lamb", Candidate("torch", FLOAT_DTYPES))
+@dispatch.register(
+    "lamb",
+    Candidate("cpu", FLOAT_DTYPES),
+    Candidate("torch", FLOAT_DTYPES),
+)
 def lamb_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

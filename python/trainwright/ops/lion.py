@@ -37,7 +37,11 @@ OP = OptimizerOp(
 STEP = define(OP)
 
 
-@dispatch.register("lion", Candidate("torch", FLOAT_DTYPES))
+@dispatch.register(
+    "lion",
+    Candidate("cpu", FLOAT_DTYPES),
+    Candidate("torch", FLOAT_DTYPES),
+)
 def lion_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

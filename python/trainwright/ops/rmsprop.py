@@ -14,6 +14,7 @@ from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_bool, check_number, value_error
 from trainwright.ops._optimizer import OptimizerOp, State, call, define
+from trainwright.ops._optimizer_formats import sqrt
 
 __all__ = ["rmsprop_"]
 
@@ -29,7 +30,7 @@ def _update(
         a = states["grad_avg"] = states["grad_avg"] + blend * (g - states["grad_avg"])
         variance = variance - a * a
         variance = torch.where(variance < 0, variance * 0, variance)
-    r = g / (variance.sqrt() + h["eps"].to(acc))
+    r = g / (sqrt(variance) + h["eps"].to(acc))
     if "momentum_buffer" in states:
         r = states["momentum_buffer"] = h["momentum"].to(acc) * states["momentum_buffer"] + r
     return p - h["lr"].to(acc) * r
@@ -48,7 +49,11 @@ OP = OptimizerOp(
 STEP = define(OP)
 
 
-@dispatch.register("rmsprop", Candidate("torch", FLOAT_DTYPES))
+@dispatch.register(
+    "rmsprop",
+    Candidate("cpu", FLOAT_DTYPES),
+    Candidate("torch", FLOAT_DTYPES),
+)
 def rmsprop_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

@@ -41,7 +41,11 @@ OP = OptimizerOp(
 STEP = define(OP)
 
 
-@dispatch.register("sgd", Candidate("torch", FLOAT_DTYPES))
+@dispatch.register(
+    "sgd",
+    Candidate("cpu", FLOAT_DTYPES),
+    Candidate("torch", FLOAT_DTYPES),
+)
 def sgd_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

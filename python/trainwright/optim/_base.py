@@ -8,9 +8,12 @@ Mixed in front of the torch optimizer of the same name, which brings its constru
 
 from __future__ import annotations
 
+import importlib
+import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,9 +27,21 @@ from trainwright.errors import (
     type_error,
     value_error,
 )
+from trainwright.ops._optimizer import (
+    ALL_FLAGS,
+    OptimizerOp,
+    Spec,
+    State,
+    needs,
+    pack_spec,
+    unpack_spec,
+)
+from trainwright.ops._optimizer_formats import INT8_STATE
 from trainwright.ops.grad_norm import GRAD_STATS
+from trainwright.optim._plan import CPU, Batch, Plan
+from trainwright.optim._state import load as load_state
+from trainwright.optim._state import master_format, new_master, new_state, new_step, state_format
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 # torch's choices of implementation: the constructor's, never a checkpoint's.
 FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
@@ -39,20 +54,59 @@ class StepInfo:
         grad_norm: 0-d fp32, the global 2-norm of the unscaled gradients before clipping; None if neither clipping nor a
             loss scaler needed it.
         skipped: 0-d bool; a loss scaler's overflow made the step leave everything as it was.
+        lost_update_fraction: 0-d fp32, of the elements whose update was not zero the share whose stored value (the
+            master, if there is one) did not move; None unless the constructor's `count_lost_updates` asked for it.
     """
 
     grad_norm: Tensor | None
     skipped: Tensor
+    lost_update_fraction: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Options:
     """The keyword arguments that torch's optimizers do not have. They belong to the instance, not to a checkpoint."""
 
-    master_weights: str
-    max_grad_norm: float | None
-    backend: str | None
-    state_dtype: torch.dtype = torch.float32
+    master_weights: str = "auto"
+    state_dtype: torch.dtype | str = torch.float32
+    stochastic_rounding: bool = False
+    seed: int = 0
+    max_grad_norm: float | None = None
+    count_lost_updates: bool = False
+    backend: str | None = None
+
+
+if TYPE_CHECKING:
+    from typing import TypedDict
+
+    class FusedOptions(TypedDict, total=False):
+        """`Options` as keyword arguments."""
+
+        master_weights: str
+        state_dtype: torch.dtype | str
+        stochastic_rounding: bool
+        seed: int
+        max_grad_norm: float | None
+        count_lost_updates: bool
+        backend: str | None
+
+
+def op_module(name: str) -> ModuleType:
+    """`trainwright.ops.<name>`: a from-import would give an op of that name."""
+    return importlib.import_module(f"trainwright.ops.{name}")
+
+
+def check_defaults(name: str, defaults: dict[str, Any]) -> None:
+    """What torch's constructors check, for the optimizers that torch does not have."""
+    for key, value in defaults.items():
+        if key == "betas":
+            for i, beta in enumerate(value):
+                if not 0.0 <= beta < 1.0:
+                    raise value_error(name, f"betas[{i}]", "a number in [0, 1)", beta)
+        elif isinstance(value, Tensor) and value.numel() != 1:
+            raise value_error(name, key, "a number or a tensor of one", tuple(value.shape))
+        elif key in ("lr", "eps", "weight_decay") and not value >= 0.0:
+            raise value_error(name, key, "at least 0", value)
 
 
 class _Loaded:
@@ -72,37 +126,43 @@ def _box_tensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     return {**state_dict, "state": boxed}
 
 
-def state_dtype(p: Tensor) -> torch.dtype:
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
-
-
-def new_step(p: Tensor, value: float = 0.0) -> Tensor:
-    """A parameter's step count: 0-d fp64 on its device, exact to 2^53 (torch's fp32 count stops at 2^24)."""
-    return torch.full((), value, dtype=torch.float64, device=p.device)
-
-
 class FusedOptimizer(torch.optim.Optimizer):
-    """Mixin; see the module. A subclass sets `moments`, the state tensors of the parameter's shape."""
+    """Mixin; see the module. A subclass names its op's module and the group options that are its hyper-parameters."""
 
-    moments: tuple[str, ...] = ()
-    state_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # that its kernels know
+    module: ClassVar[ModuleType]  # OP, STEP
+    hyper: ClassVar[tuple[str, ...]]  # keys of a group; "betas" gives two numbers
+    counts_steps: ClassVar[bool] = True
+    unsupported: ClassVar[frozenset[str]] = frozenset()  # options that its kernels do not know yet
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf for step()
     finds_overflow = True  # LossScaler: step() looks for inf and NaN itself
     _options: Options
     last_step: StepInfo
+
+    @property
+    def op(self) -> OptimizerOp:
+        return self.module.OP
+
+    def _states(self, flags: int) -> tuple[State, ...]:
+        """The states that a group with these flags has."""
+        return self.op.present(flags)
+
+    def _flags(self, group: dict[str, Any]) -> int:
+        """Which of the op's optional states a group has."""
+        return 0
 
     # ---- construction
 
     def _set_options(
         self,
         *,
-        differentiable: bool,
-        master_weights: str,
-        state_dtype: torch.dtype | str,
-        stochastic_rounding: bool,
-        seed: int,
-        max_grad_norm: float | None,
-        backend: str | None,
+        differentiable: bool = False,
+        master_weights: str = "auto",
+        state_dtype: torch.dtype | str = torch.float32,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+        count_lost_updates: bool = False,
+        backend: str | None = None,
     ) -> None:
         op = type(self).__name__
         if differentiable:
@@ -111,19 +171,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise value_error(
                 op, "master_weights", "'auto', 'fp32', 'split16' or 'none'", repr(master_weights)
             )
-        if master_weights == "split16":
-            raise ValueError(f"{op}: master_weights: 'split16' is not supported yet, use 'fp32'")
         if state_dtype not in (torch.float32, torch.bfloat16, "int8"):
             raise value_error(
                 op, "state_dtype", "torch.float32, torch.bfloat16 or 'int8'", state_dtype
             )
-        if not isinstance(state_dtype, torch.dtype) or state_dtype not in self.state_dtypes:
-            raise ValueError(
-                f"{op}: state_dtype: {state_dtype} is not supported yet, use torch.float32"
-            )
+        for option, value in (("master_weights", master_weights), ("state_dtype", state_dtype)):
+            if value in self.unsupported:
+                raise ValueError(f"{op}: {option}: {value} is not supported yet, use the default")
         check_bool(op, "stochastic_rounding", stochastic_rounding)
-        if stochastic_rounding:
+        if stochastic_rounding and "stochastic_rounding" in self.unsupported:
             raise ValueError(f"{op}: stochastic_rounding: not supported yet, use fp32 masters")
+        check_bool(op, "count_lost_updates", count_lost_updates)
         check_int(op, "seed", seed)
         if max_grad_norm is not None:
             check_number(op, "max_grad_norm", max_grad_norm, minimum=0.0)
@@ -131,7 +189,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise value_error(
                 op, "backend", f"one of {', '.join(dispatch.BACKENDS)}", repr(backend)
             )
-        self._options = Options(master_weights, max_grad_norm, backend, state_dtype)
+        self._options = Options(
+            master_weights, state_dtype, stochastic_rounding, seed, max_grad_norm, count_lost_updates, backend
+        )  # fmt: skip
         self.last_step = StepInfo(None, torch.zeros((), dtype=torch.bool))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -163,47 +223,34 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise type_error(
                     op, f"params[{i}]", "a dense fp32, bf16, fp16 or fp64 tensor", problem
                 )
+            if p.dtype == torch.float16 and self._options.master_weights == "split16":
+                self.param_groups.pop()
+                expected = "'fp32' or 'none' for fp16 parameters (bf16 is the high half of fp32)"
+                raise value_error(op, "master_weights", expected, "'split16'")
 
     # ---- state
 
-    def _wants_master(self, p: Tensor) -> bool:
-        return p.dtype in LOW_PRECISION and self._options.master_weights != "none"
-
-    def _state_dtype(self, p: Tensor) -> torch.dtype:
-        return torch.float64 if p.dtype == torch.float64 else self._options.state_dtype
-
     def refresh_masters(self) -> None:
-        """Set the fp32 masters to the parameters: call it after parameters were edited by hand."""
+        """Set the masters to the parameters: call it after parameters were edited by hand."""
         with torch.no_grad():
             for group in self.param_groups:
                 for p in group["params"]:
-                    if "master" in self.state.get(p, {}):
-                        self.state[p]["master"].copy_(p)
+                    master = self.state.get(p, {}).get("master")
+                    if master is not None:
+                        master.zero_() if master.dtype == torch.int16 else master.copy_(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer or of the torch optimizer of the same name.
 
-        State is copied and keeps its precision, whatever the dtype of the parameters; the implementation flags and the
-        options of the constructor stay as they are.
+        State is copied; it is kept in the formats that the constructor was given, whatever the dtype of the parameters,
+        and converted if the checkpoint has others (from "split16" masters only after the model was loaded). The
+        implementation flags and the options of the constructor stay as they are.
         """
         handle = self.register_load_state_dict_pre_hook(_box_tensors)  # after the user's hooks
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-
-    def _unbox(self, p: Tensor, name: str, value: Any) -> Any:
-        tensor = value.value if isinstance(value, _Loaded) else value
-        if name == "step":
-            return new_step(p, float(tensor))
-        if not isinstance(tensor, Tensor):
-            return tensor
-        own = name in self.moments or name == "master"
-        if own and tensor.shape != p.shape:
-            where = f"load_state_dict: {name}"
-            raise value_error(type(self).__name__, where, f"shape {tuple(p.shape)}", tuple(tensor.shape))  # fmt: skip
-        dtype = torch.float32 if name == "master" else self._state_dtype(p) if own else tensor.dtype
-        return tensor.detach().to(device=p.device, dtype=dtype, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_options": self._options, "last_step": self.last_step}
@@ -218,13 +265,133 @@ class FusedOptimizer(torch.optim.Optimizer):
                         new[key] = value
             for p, values in state["state"].items():
                 if isinstance(p, Tensor):
-                    for name in list(values):
-                        values[name] = self._unbox(p, name, values[name])
-                    if not self._wants_master(p):
-                        values.pop("master", None)
+                    plain = {k: v.value if isinstance(v, _Loaded) else v for k, v in values.items()}
+                    form = state_format(p, self._options.state_dtype)
+                    master = master_format(p, self._options.master_weights)
+                    state["state"][p] = load_state(
+                        type(self).__name__,
+                        self._states(ALL_FLAGS),
+                        p,
+                        plain,
+                        form,
+                        master,
+                        self.counts_steps,
+                    )
         super().__setstate__(state)
+        self.__dict__.pop("_plan", None)
 
     # ---- step
+
+    def _start(self, p: Tensor, state: dict[str, Any], flags: int) -> None:
+        """Make what p's state lacks."""
+        if self.counts_steps and "step" not in state:
+            state["step"] = new_step(p)
+        form = state_format(p, self._options.state_dtype)
+        for s in self._states(flags):
+            if s.name not in state:
+                state |= new_state(p, s, form)
+                self._started(s.name, state)
+        master = master_format(p, self._options.master_weights)
+        if master and "master" not in state:
+            state["master"] = new_master(p, master)
+
+    def _started(self, name: str, state: dict[str, Any]) -> None:
+        """A state tensor was made, perhaps in the middle of a run."""
+
+    def _all_flags(self) -> list[int]:
+        return list(map(self._flags, self.param_groups))
+
+    def _offsets(self, params: list[Tensor]) -> list[int]:
+        return [getattr(p, "shard_offset", 0) for p in params]
+
+    def _backend(self, device: torch.device, batch: Batch | None) -> str:
+        """Who runs the step of a batch, or of the last one."""
+        if batch is not None:
+            specs = {unpack_spec(bits & 0xFF) for bits in batch.spec}
+            self._needs = needs(sorted(specs, key=pack_spec), self._options.count_lost_updates)
+            self._dtype = batch.params[0].dtype
+        return dispatch.resolve(
+            self.op.name, self._options.backend, device, self._dtype, **self._needs
+        )
+
+    def _collect(self) -> dict[torch.device, Batch]:
+        batches: dict[torch.device, Batch] = {}
+        device, batch = None, Batch()
+        options = self._options
+        for index, group in enumerate(self.param_groups):
+            flags = self._flags(group)
+            present = self._states(flags)
+            for p in group["params"]:
+                grad = p.grad
+                if grad is None:
+                    continue
+                if grad.layout is not torch.strided:
+                    name = type(self).__name__
+                    raise RuntimeError(
+                        f"{name} does not support sparse gradients (got layout {grad.layout})"
+                    )
+                if p.device != device:
+                    device = p.device
+                    batch = batches.setdefault(device, Batch())
+                state = self.state[p]
+                self._start(p, state, flags)
+                form = state_format(p, options.state_dtype)
+                master = master_format(p, options.master_weights)
+                names = [s.name for s in present]
+                if form == INT8_STATE:
+                    names = [key for name in names for key in (name, name + "_scale")]
+                if master:
+                    batch.masters.append(state["master"])
+                batch.params.append(p)
+                batch.grads.append(grad)
+                batch.names.append(names)
+                batch.states += [state[name] for name in names]
+                batch.steps.append(state["step"])
+                batch.spec.append(
+                    pack_spec(Spec(index, flags, options.stochastic_rounding, form, master))
+                )
+        for batch in batches.values():
+            batch.offsets = self._offsets(batch.params)
+        return batches
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. Returns what `closure`, if given, returned."""
+        loss = run_closure(closure)
+        seed, counting = self._options.seed, self._options.count_lost_updates
+        plan: Plan | None = self.__dict__.get("_plan")
+        grads = plan.refresh(self) if plan is not None else None
+        lost: dict[torch.device, Tensor | None] = {}
+        if plan is not None and grads is not None:
+            control = self._overflow_and_clip({CPU: grads})
+            lost[CPU] = torch.zeros(2, dtype=torch.float64) if counting else None
+            self.module.STEP["table"](plan.table, self._hyper(CPU), control, seed, lost[CPU])
+            torch.autograd.graph.increment_version(plan.params)
+        else:
+            batches = self._collect()
+            control = self._overflow_and_clip({d: b.grads for d, b in batches.items()})
+            for device, b in batches.items():
+                here = None if control is None else control.to(device)
+                lost[device] = (
+                    torch.zeros(2, dtype=torch.float64, device=device) if counting else None
+                )
+                self.module.STEP[self._backend(device, b)](
+                    b.params, b.grads, b.masters, b.states, b.steps, b.spec, b.offsets, self._hyper(device), here, seed,
+                    lost[device],
+                )  # fmt: skip
+                torch.autograd.graph.increment_version(b.params)
+            self._plan = Plan.make(self, batches)
+        if counting:
+            self._report_lost([x for x in lost.values() if x is not None])
+        return loss
+
+    def _report_lost(self, counts: list[Tensor]) -> None:
+        home = self.last_step.skipped.device
+        total = torch.zeros(2, dtype=torch.float64, device=home)
+        for x in counts:
+            total = total + x.to(home)
+        fraction = (total[1] / total[0].clamp(min=1.0)).float()
+        self.last_step = replace(self.last_step, lost_update_fraction=fraction)
 
     def _overflow_and_clip(self, grads: dict[torch.device, list[Tensor]]) -> Tensor | None:
         """Set `last_step`. Returns (2,) fp64: the multiplier of the gradients and whether to skip; None for (1, no)."""
@@ -254,24 +421,30 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.last_step = StepInfo(norm.float(), skipped)
         return torch.stack([multiplier, skipped.double()])
 
-    def _hyper(self, names: tuple[str, ...], device: torch.device) -> Tensor:
-        """(groups, len(names)) fp64: each group's options; "betas" gives two. Tensors on a device are read there."""
-        rows: list[list[Any]] = []
-        on_device = False
-        for group in self.param_groups:
-            row: list[Any] = []
-            for name in names:
-                value = group[name]
-                row.extend(value) if isinstance(value, tuple | list) else row.append(value)
-            on_device = on_device or any(
-                isinstance(v, Tensor) and v.device.type != "cpu" for v in row
-            )
-            rows.append(row)
-        if not on_device:
-            numbers = [[float(v) for v in row] for row in rows]
-            return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
-        cells = [torch.as_tensor(v).to(device, torch.float64).reshape(()) for row in rows for v in row]  # fmt: skip
-        return torch.stack(cells).view(len(rows), -1)
+    def _hyper(self, device: torch.device) -> Tensor:
+        """(groups, columns) fp64: each group's options; "betas" gives two. Tensors on a device are read there.
+
+        Plain numbers that are those of the step before give the tensor of the step before."""
+        rows = list(map(operator.itemgetter(*self.hyper), self.param_groups))
+        kept = self.__dict__.get("_kept_hyper")
+        if kept is not None and kept[1].device == device and kept[0] == rows:
+            return kept[1]
+        flat: list[list[Any]] = []
+        for row in rows:
+            cells: list[Any] = []
+            for value in row:
+                cells.extend(value) if isinstance(value, tuple | list) else cells.append(value)
+            flat.append(cells)
+        tensors = [v for row in flat for v in row if isinstance(v, Tensor)]
+        if any(v.device.type != "cpu" for v in tensors):
+            self._kept_hyper = None
+            values = [torch.as_tensor(v) for row in flat for v in row]
+            values = [v.to(device, torch.float64).reshape(()) for v in values]
+            return torch.stack(values).view(len(rows), -1)
+        numbers = [[float(v) for v in row] for row in flat]
+        result = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+        self._kept_hyper = None if tensors else (rows, result)
+        return result
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:

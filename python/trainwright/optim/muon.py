@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from trainwright.errors import check_bool, check_int, check_number, value_error
+from trainwright.ops._optimizer import State
 from trainwright.ops.muon import (
     Member,
     Orthogonalization,
@@ -64,8 +65,9 @@ class Muon(FusedOptimizer, torch.optim.Muon):
             [ 0.0000, -1.1000]])
     """
 
-    moments = ("momentum_buffer",)
-    state_dtypes = (torch.float32, torch.bfloat16)
+    hyper: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "nesterov")
+    counts_steps = False
+    unsupported = frozenset({"split16", "int8", "stochastic_rounding"})
     _ns_dtype: torch.dtype | None
 
     def __init__(
@@ -118,6 +120,9 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         # Not torch.optim.Muon's own constructor, which refuses all but two dimensions.
         torch.optim.Optimizer.__init__(self, params, defaults)
 
+    def _states(self, flags: int) -> tuple[State, ...]:
+        return (State("momentum_buffer", True),)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the options of the group are checked, and that its parameters are matrices."""
         super().add_param_group(param_group)
@@ -138,7 +143,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_ns_dtype": self._ns_dtype}
 
-    def _collect(self) -> dict[torch.device, list[Member]]:
+    def _members(self) -> dict[torch.device, list[Member]]:
         members: dict[torch.device, list[Member]] = {}
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -150,15 +155,8 @@ class Muon(FusedOptimizer, torch.optim.Muon):
                         f"Muon does not support sparse gradients (got layout {grad.layout})"
                     )
                 state = self.state[p]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(
-                        p, dtype=self._state_dtype(p), memory_format=torch.preserve_format
-                    )
-                master = None
-                if self._wants_master(p):
-                    if "master" not in state:
-                        state["master"] = p.detach().to(torch.float32, copy=True)
-                    master = state["master"]
+                self._start(p, state, 0)
+                master = state.get("master")
                 member = Member(p, grad, state["momentum_buffer"], master, index)
                 members.setdefault(p.device, []).append(member)
         return members
@@ -167,14 +165,14 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient. Returns what `closure`, if given, returned."""
         loss = run_closure(closure)
-        members = self._collect()
+        members = self._members()
         kinds = [_orthogonalization(group) for group in self.param_groups]
         control = self._overflow_and_clip({d: [m.grad for m in ms] for d, ms in members.items()})
         for device, mine in members.items():
             here = None if control is None else control.to(device)
             if here is not None and device.type == "cpu" and here[1] != 0:
                 continue  # the kernels would change nothing either, but they would multiply
-            hyper = self._hyper(("lr", "weight_decay", "momentum", "nesterov"), device)
+            hyper = self._hyper(device)
             step_matrices(
                 mine, kinds, hyper, here, dtype=self._ns_dtype, backend=self._options.backend
             )

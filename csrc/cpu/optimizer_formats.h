@@ -1,0 +1,233 @@
+// The storage formats of trainwright/state_format.h on runs of contiguous memory, vectorised: what an
+// optimizer's tile is read from and written to.
+#pragma once
+#include <type_traits>
+
+#include "trainwright/state_format.h"
+#include "trainwright/vec.h"
+
+TW_BEGIN
+namespace {
+
+typedef uint8_t vb
+    __attribute__((vector_size(TW_VEC_BYTES / 4)));  // as many bytes as vf has floats
+typedef int8_t vsb __attribute__((vector_size(TW_VEC_BYTES / 4)));
+
+// ---- random words -------------------------------------------------------------------------------
+typedef uint64_t vw __attribute__((vector_size(TW_VEC_BYTES)));
+
+// The products of the low halves.
+inline vw multiply_low(vw a, uint32_t b) {
+  const vw factor = vw{} + b;
+#if TW_VEC_BYTES == 64
+  return (vw)_mm512_mul_epu32((__m512i)a, (__m512i)factor);
+#elif TW_VEC_BYTES == 32
+  return (vw)_mm256_mul_epu32((__m256i)a, (__m256i)factor);
+#else
+  return (a & 0xffffffffu) * factor;
+#endif
+}
+
+// Philox words (trainwright/philox.h) of the elements first ... first + n - 1, at the address that is
+// returned, in `buffer` of at least n + 4 + 4 * lanes<double> numbers. A lane of 64 bits is one
+// counter; its upper half is ignored where it is not cleared.
+inline const uint32_t* stochastic_words(uint64_t seed, int64_t first, int64_t n, double step,
+                                        uint32_t* buffer) {
+  constexpr int kLanes = TW_VEC_BYTES / 8;
+  const uint64_t stream = static_cast<uint64_t>(step);
+  vw index = vw{} + (static_cast<uint64_t>(first) >> 2);
+  for (int k = 0; k < kLanes; ++k) index[k] += static_cast<uint64_t>(k);
+  const int64_t skip = first & 3;
+  for (int64_t i = 0; i < n + skip; i += 4 * kLanes) {
+    vw c0 = index, c1 = index >> 32, c2 = vw{} + (stream & 0xffffffffu), c3 = vw{} + (stream >> 32);
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+      const vw p0 = multiply_low(c0, 0xD2511F53u), p1 = multiply_low(c2, 0xCD9E8D57u);
+      c0 = (p1 >> 32) ^ c1 ^ k0;
+      c1 = p1;
+      c2 = (p0 >> 32) ^ c3 ^ k1;
+      c3 = p0;
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    const vw a = (c0 & 0xffffffffu) | (c1 << 32), b = (c2 & 0xffffffffu) | (c3 << 32);
+    vw low, high;  // of each counter: a, b, a, b, ...
+    for (int k = 0; k < kLanes / 2; ++k) {
+      low[2 * k] = a[k], low[2 * k + 1] = b[k];
+      high[2 * k] = a[kLanes / 2 + k], high[2 * k + 1] = b[kLanes / 2 + k];
+    }
+    memcpy(buffer + i, &low, sizeof low);
+    memcpy(buffer + i + 2 * kLanes, &high, sizeof high);
+    index += kLanes;
+  }
+  return buffer + skip;
+}
+
+template<class K>
+inline vu load_words(const uint32_t* words, K k) {
+  return (vu)vload<float>(reinterpret_cast<const float*>(words), k);
+}
+
+// ---- 16-bit floats ------------------------------------------------------------------------------
+template<class K>
+inline void store_half(uint16_t* out, vu bits, K k) {
+  vh h;
+#if TW_VEC_BYTES == 32
+  const __m256i p = _mm256_packus_epi32((__m256i)bits, (__m256i)bits);  // bits < 2^16
+  h = (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(p, 0xd8));
+#else
+  h = __builtin_convertvector(bits, vh);
+#endif
+  if constexpr (std::is_same_v<K, Full>)
+    memcpy(out, &h, sizeof h);
+  else
+    memcpy(out, &h, static_cast<size_t>(k) * 2);
+}
+template<class K>
+inline vu load_half(const uint16_t* in, K k) {
+  vh h = {};
+  if constexpr (std::is_same_v<K, Full>)
+    memcpy(&h, in, sizeof h);
+  else
+    memcpy(&h, in, static_cast<size_t>(k) * 2);
+  return __builtin_convertvector(h, vu);
+}
+
+// n values of type T, widened or rounded to A.
+template<class A, class T>
+void widen_run(const void* in, int64_t n, A* out) {
+  const T* x = static_cast<const T*>(in);
+  for_lanes<A>(n, [&](int64_t i, auto k) { vstore<A>(out + i, vload<A>(x + i, k), k); });
+}
+template<class A>
+void widen_run(const void* in, DType type, int64_t n, A* out) {
+  with_float_type(type, [&](auto tag) { widen_run<A, decltype(tag)>(in, n, out); });
+}
+// To bf16 or fp16, to nearest or, if there are words, stochastically.
+inline void narrow_run(const float* x, DType type, int64_t n, const uint32_t* words, void* out) {
+  uint16_t* half = static_cast<uint16_t*>(out);
+  if (type == DType::bf16 && !words)
+    for_lanes<float>(n, [&](int64_t i, auto k) {
+      vstore<float>(reinterpret_cast<bf16*>(half + i), vload<float>(x + i, k), k);
+    });
+  else if (type == DType::bf16)
+    for_lanes<float>(n, [&](int64_t i, auto k) {
+      store_half(half + i,
+                 bf16_stochastic(vload<float>(x + i, k), parameter_noise(load_words(words + i, k))),
+                 k);
+    });
+  else
+    for_lanes<float>(n, [&](int64_t i, auto k) {
+      vf y = vload<float>(x + i, k);
+      if (words) y = f16_stochastic(y, parameter_noise(load_words(words + i, k)));
+      vstore<float>(reinterpret_cast<f16*>(half + i), y, k);
+    });
+}
+// A bf16 state: its noise is not the parameter's.
+template<bool kSigned>
+inline void narrow_state_run(const float* x, int64_t n, const uint32_t* words, void* out) {
+  if (!words) return narrow_run(x, DType::bf16, n, nullptr, out);
+  uint16_t* half = static_cast<uint16_t*>(out);
+  for_lanes<float>(n, [&](int64_t i, auto k) {
+    const vu w = load_words(words + i, k);
+    store_half(
+        half + i,
+        bf16_stochastic(vload<float>(x + i, k), kSigned ? signed_noise(w) : unsigned_noise(w)), k);
+  });
+}
+
+// ---- split16 ------------------------------------------------------------------------------------
+inline void join_run(const uint16_t* parameter, const uint16_t* remainder, int64_t n, float* out) {
+  for_lanes<float>(n, [&](int64_t i, auto k) {
+    vstore<float>(out + i, split16_join(load_half(parameter + i, k), load_half(remainder + i, k)),
+                  k);
+  });
+}
+inline void split_run(const float* master, int64_t n, uint16_t* parameter, uint16_t* remainder) {
+  for_lanes<float>(n, [&](int64_t i, auto k) {
+    const vu bits = split16_bits(vload<float>(master + i, k));
+    store_half(parameter + i, split16_parameter(bits), k);
+    store_half(remainder + i, split16_remainder(bits), k);
+  });
+}
+
+// ---- 8-bit blocks -------------------------------------------------------------------------------
+template<bool kSigned, class K>
+inline vf load_codes(const void* codes, K k) {
+  vb c = {};
+  if constexpr (std::is_same_v<K, Full>)
+    memcpy(&c, codes, sizeof c);
+  else
+    memcpy(&c, codes, static_cast<size_t>(k));
+  const vi wide = kSigned ? __builtin_convertvector((vsb)c, vi) : __builtin_convertvector(c, vi);
+  return __builtin_convertvector(wide, vf);
+}
+template<class K>
+inline void store_codes(void* codes, vf code, K k) {
+  const vi wide = __builtin_convertvector(code, vi);
+  vb c;
+#if TW_VEC_BYTES == 32
+  const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                       0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i bytes = _mm256_shuffle_epi8((__m256i)wide, low);
+  const int64_t eight = _mm_cvtsi128_si64(
+      _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+  memcpy(&c, &eight, sizeof c);
+#else
+  c = __builtin_convertvector(wide, vb);
+#endif
+  if constexpr (std::is_same_v<K, Full>)
+    memcpy(codes, &c, sizeof c);
+  else
+    memcpy(codes, &c, static_cast<size_t>(k));
+}
+
+// Codes and scales from the start of a block.
+template<bool kSigned>
+void decode_run(const uint8_t* codes, const float* scales, int64_t n, float* out) {
+  for (int64_t begin = 0; begin < n; begin += kStateBlock) {
+    const int64_t size = kStateBlock < n - begin ? kStateBlock : n - begin;
+    const float unit = block8_unit(*scales++, kSigned ? kSignedRange : kUnsignedRange);
+    for_lanes<float>(size, [&](int64_t i, auto k) {
+      const vf c = load_codes<kSigned>(codes + begin + i, k);
+      vstore<float>(out + begin + i,
+                    kSigned ? block8_signed_value(c, unit) : block8_unsigned_value(c, unit), k);
+    });
+  }
+}
+template<bool kSigned, bool kStochastic>
+void encode_run(const float* x, int64_t n, const uint32_t* words, uint8_t* codes, float* scales) {
+  for (int64_t begin = 0; begin < n; begin += kStateBlock) {
+    const int64_t size = kStateBlock < n - begin ? kStateBlock : n - begin;
+    vi most = {};  // as integers the bits of |x| are ordered like |x|, with NaN on top
+    for_lanes<float>(size, [&](int64_t i, auto k) {
+      const vi y = (vi)(as_bits(vload<float>(x + begin + i, k)) & 0x7fffffffu);
+      most = y > most ? y : most;
+    });
+    int32_t largest = 0;
+    for (int k = 0; k < lanes<float>; ++k) largest = most[k] > largest ? most[k] : largest;
+    const float scale = block8_scale(bits_float(static_cast<uint32_t>(largest)));
+    const float inverse = block8_inverse(scale, kSigned ? kSignedRange : kUnsignedRange);
+    *scales++ = scale;
+    for_lanes<float>(size, [&](int64_t i, auto k) {
+      const vf y = vload<float>(x + begin + i, k);
+      vu noise = {};
+      if constexpr (kStochastic) {
+        const vu w = load_words(words + begin + i, k);
+        noise = kSigned ? signed_noise(w) : unsigned_noise(w);
+      }
+      if constexpr (kSigned)
+        store_codes(codes + begin + i, block8_signed_code<kStochastic>(y, inverse, noise), k);
+      else
+        store_codes(codes + begin + i, block8_unsigned_code<kStochastic>(y, inverse, noise), k);
+    });
+  }
+}
+template<bool kSigned>
+void encode_run(const float* x, int64_t n, const uint32_t* words, uint8_t* codes, float* scales) {
+  words ? encode_run<kSigned, true>(x, n, words, codes, scales)
+        : encode_run<kSigned, false>(x, n, words, codes, scales);
+}
+
+}  // namespace
+TW_END
