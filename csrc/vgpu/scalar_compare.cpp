@@ -67,12 +67,10 @@ struct AsInteger {
   static T value(T a) { return a; }
 };
 
+// One loop for each comparison and type; not inlined, so that the forms below need no copies of it.
+using CompareLanes = uint32_t (*)(const Warp&, const Instr&);
 template<Compare c, class V>
-constexpr auto kCompare =
-    [](typename V::bits a, typename V::bits b) { return compare<c>(V::value(a), V::value(b)); };
-
-template<Compare c, class V>
-uint32_t compare_lanes(const Warp& w, const Instr& in) {
+[[gnu::noinline]] uint32_t compare_lanes(const Warp& w, const Instr& in) {
   using B = typename V::bits;
   const B *a = w.lanes<B>(in.op[1]), *b = w.lanes<B>(in.op[2]);
   uint32_t mask = 0;
@@ -80,140 +78,134 @@ uint32_t compare_lanes(const Warp& w, const Instr& in) {
     mask |= static_cast<uint32_t>(compare<c>(V::value(a[l]), V::value(b[l]))) << l;
   return mask;
 }
-
-// What is done with the result. setp: op[3] q, op[4] c, op[5] its flip; `imm` the boolean operator.
-enum class Bool : uint8_t { none, and_, or_, xor_ };
-uint32_t combine(Bool op, uint32_t value, uint32_t c) {
-  return op == Bool::and_   ? value & c
-         : op == Bool::or_  ? value | c
-         : op == Bool::xor_ ? value ^ c
-                            : value;
+// Two 16-bit comparisons in a register; the result for the high halves in the high bits.
+using ComparePairs = uint64_t (*)(const Warp&, const Instr&);
+template<Compare c, class V>
+[[gnu::noinline]] uint64_t compare_pairs(const Warp& w, const Instr& in) {
+  const uint32_t *a = w.lanes<uint32_t>(in.op[1]), *b = w.lanes<uint32_t>(in.op[2]);
+  const auto half = [&](int shift) {
+    uint32_t mask = 0;
+    for (int l = 0; l < kLanes; ++l) {
+      const auto x = static_cast<uint16_t>(a[l] >> shift), y = static_cast<uint16_t>(b[l] >> shift);
+      mask |= static_cast<uint32_t>(compare<c>(V::value(x), V::value(y))) << l;
+    }
+    return mask;
+  };
+  return half(0) | static_cast<uint64_t>(half(16)) << 32;
 }
+
+// What is done with the result. setp: op[3] q; set: op[6] the value for true. Both: op[4] c, op[5] its flip, `detail`
+// the boolean operator, `imm` what compares; but run_setp compares by itself.
+enum class Bool : uint8_t { none, and_, or_, xor_ };
+uint32_t combine(const Warp& w, const Instr& in, uint32_t value) {
+  const auto op = static_cast<Bool>(in.detail);
+  if (op == Bool::none) return value;
+  const uint32_t c = w.mask(in.op[4]) ^ in.op[5];
+  return op == Bool::and_ ? value & c : op == Bool::or_ ? value | c : value ^ c;
+}
+uint32_t compared(const Warp& w, const Instr& in) {
+  return reinterpret_cast<CompareLanes>(in.imm)(w, in);
+}
+uint64_t compared_pairs(const Warp& w, const Instr& in) {
+  return reinterpret_cast<ComparePairs>(in.imm)(w, in);
+}
+
 template<Compare c, class V>
 Status run_setp(Warp& w, const Instr& in) {
-  const uint32_t value = compare_lanes<c, V>(w, in);
-  blend(w.mask(in.op[0]), value, w.exec);
+  blend(w.mask(in.op[0]), compare_lanes<c, V>(w, in), w.exec);
   return Status::next;
 }
-template<Compare c, class V>
 Status run_setp_full(Warp& w, const Instr& in) {
-  const uint32_t value = compare_lanes<c, V>(w, in);
-  const auto op = static_cast<Bool>(in.imm);
-  const uint32_t third = op == Bool::none ? 0 : w.mask(in.op[4]) ^ in.op[5];
-  const uint32_t p = combine(op, value, third), q = combine(op, ~value, third);
+  const uint32_t value = compared(w, in);
+  const uint32_t p = combine(w, in, value), q = combine(w, in, ~value);
   if (in.op[0] != kNone) blend(w.mask(in.op[0]), p, w.exec);
   if (in.op[3] != kNone) blend(w.mask(in.op[3]), q, w.exec);
   return Status::next;
 }
-// Two 16-bit comparisons at once: p for the low halves, q for the high ones.
-template<Compare c, class V>
+// p for the low halves, q for the high ones.
 Status run_setp_pair(Warp& w, const Instr& in) {
-  const uint32_t *a = w.lanes<uint32_t>(in.op[1]), *b = w.lanes<uint32_t>(in.op[2]);
-  const auto op = static_cast<Bool>(in.imm);
-  const uint32_t third = op == Bool::none ? 0 : w.mask(in.op[4]) ^ in.op[5];
-  uint32_t low = 0, high = 0;
-  for (int l = 0; l < kLanes; ++l) {
-    low |= static_cast<uint32_t>(
-               kCompare<c, V>(static_cast<uint16_t>(a[l]), static_cast<uint16_t>(b[l])))
-           << l;
-    high |= static_cast<uint32_t>(kCompare<c, V>(static_cast<uint16_t>(a[l] >> 16),
-                                                 static_cast<uint16_t>(b[l] >> 16)))
-            << l;
-  }
-  blend(w.mask(in.op[0]), combine(op, low, third), w.exec);
-  if (in.op[3] != kNone) blend(w.mask(in.op[3]), combine(op, high, third), w.exec);
+  const uint64_t value = compared_pairs(w, in);
+  const uint32_t p = combine(w, in, static_cast<uint32_t>(value));
+  const uint32_t q = combine(w, in, static_cast<uint32_t>(value >> 32));
+  blend(w.mask(in.op[0]), p, w.exec);
+  if (in.op[3] != kNone) blend(w.mask(in.op[3]), q, w.exec);
   return Status::next;
 }
-// set: the register gets `imm` or 0.
-template<Compare c, class V, class D>
+template<class D>
 Status run_set(Warp& w, const Instr& in) {
-  uint32_t value = compare_lanes<c, V>(w, in);
-  if (in.op[3] != kNone)
-    value = combine(static_cast<Bool>(in.op[6]), value, w.mask(in.op[4]) ^ in.op[5]);
-  write_lanes<D>(w, in.op[0],
-                 [&](int l) { return value >> l & 1 ? static_cast<D>(in.imm) : D{0}; });
+  const uint32_t value = combine(w, in, compared(w, in));
+  const auto yes = static_cast<D>(in.op[6]);
+  write_lanes<D>(w, in.op[0], [&](int l) { return value >> l & 1 ? yes : D{0}; });
   return Status::next;
 }
-template<Compare c, class V>
 Status run_set_pair(Warp& w, const Instr& in) {
-  const uint32_t *a = w.lanes<uint32_t>(in.op[1]), *b = w.lanes<uint32_t>(in.op[2]);
+  const uint64_t value = compared_pairs(w, in);
+  const uint32_t low = in.op[6] & 0xffff, high = low << 16;
   write_lanes<uint32_t>(w, in.op[0], [&](int l) {
-    return map_halves(
-        [&](uint16_t x, uint16_t y) {
-          return static_cast<uint16_t>(kCompare<c, V>(x, y) ? in.imm : 0);
-        },
-        a[l], b[l]);
+    return (value >> l & 1 ? low : 0) | (value >> (32 + l) & 1 ? high : 0);
   });
   return Status::next;
 }
 
-enum class Form : uint8_t { setp, setp_full, setp_pair, set16, set32, set_pair };
-
+struct Choice {
+  Handler setp = nullptr;
+  CompareLanes lanes = nullptr;
+  ComparePairs pairs = nullptr;  // of 16-bit types
+};
 template<Compare c, class V>
-Handler choose_form(Form form) {
-  switch (form) {
-    case Form::setp:
-      return run_setp<c, V>;
-    case Form::setp_full:
-      return run_setp_full<c, V>;
-    case Form::set16:
-      return run_set<c, V, uint16_t>;
-    case Form::set32:
-      return run_set<c, V, uint32_t>;
-    default:
-      break;
-  }
+Choice choice_of() {
   if constexpr (sizeof(typename V::bits) == 2)
-    return form == Form::setp_pair ? run_setp_pair<c, V> : run_set_pair<c, V>;
-  return nullptr;
+    return {run_setp<c, V>, compare_lanes<c, V>, compare_pairs<c, V>};
+  else
+    return {run_setp<c, V>, compare_lanes<c, V>, nullptr};
 }
 template<class V, Compare... c>
-Handler choose_compare(Compare which, Form form) {
-  Handler handler = nullptr;
-  ((which == c ? handler = choose_form<c, V>(form) : handler), ...);
-  return handler;
+Choice choose_compare(Compare which) {
+  Choice choice;
+  ((which == c ? void(choice = choice_of<c, V>()) : void()), ...);
+  return choice;
 }
 template<class T>
-Handler of_integers(Compare which, Form form) {
+Choice of_integers(Compare which) {
   using enum Compare;
-  return choose_compare<AsInteger<T>, eq, ne, lt, le, gt, ge>(which, form);
+  return choose_compare<AsInteger<T>, eq, ne, lt, le, gt, ge>(which);
 }
 template<class V>
-Handler of_floats(Compare which, Form form) {
+Choice of_floats(Compare which) {
   using enum Compare;
   return choose_compare<V, eq, ne, lt, le, gt, ge, equ, neu, ltu, leu, gtu, geu, num, Compare::nan>(
-      which, form);
+      which);
 }
 
-Handler choose(Type type, Compare which, Form form, bool ftz) {
+Choice choose(Type type, Compare which, bool ftz) {
   switch (type) {
     case Type::s16:
-      return of_integers<int16_t>(which, form);
+      return of_integers<int16_t>(which);
     case Type::u16:
     case Type::b16:
-      return of_integers<uint16_t>(which, form);
+      return of_integers<uint16_t>(which);
     case Type::s32:
-      return of_integers<int32_t>(which, form);
+      return of_integers<int32_t>(which);
     case Type::u32:
     case Type::b32:
-      return of_integers<uint32_t>(which, form);
+      return of_integers<uint32_t>(which);
     case Type::s64:
-      return of_integers<int64_t>(which, form);
+      return of_integers<int64_t>(which);
     case Type::u64:
     case Type::b64:
-      return of_integers<uint64_t>(which, form);
+      return of_integers<uint64_t>(which);
     case Type::f32:
-      return ftz ? of_floats<As<F32, true>>(which, form) : of_floats<As<F32, false>>(which, form);
+      return ftz ? of_floats<As<F32, true>>(which) : of_floats<As<F32, false>>(which);
     case Type::f64:
-      return of_floats<As<F64, false>>(which, form);
+      return of_floats<As<F64, false>>(which);
     case Type::f16:
     case Type::f16x2:
-      return ftz ? of_floats<As<F16, true>>(which, form) : of_floats<As<F16, false>>(which, form);
+      return ftz ? of_floats<As<F16, true>>(which) : of_floats<As<F16, false>>(which);
     case Type::bf16:
     case Type::bf16x2:
-      return of_floats<As<BF16, false>>(which, form);
+      return of_floats<As<BF16, false>>(which);
     default:
-      return nullptr;
+      return {};
   }
 }
 
@@ -251,9 +243,15 @@ void decode_setp(Decode& d) {
   d.out.op[1] = d.source(1, ptx::bits_of(type));
   d.out.op[2] = d.source(2, ptx::bits_of(type));
   if (op != Bool::none) std::tie(d.out.op[4], d.out.op[5]) = d.predicate(d.operand(3));
-  d.out.imm = static_cast<int64_t>(op);
-  const Form form = pair ? Form::setp_pair : two || op != Bool::none ? Form::setp_full : Form::setp;
-  d.run(choose(type, which, form, ftz), Class::predicate);
+  const Choice chosen = choose(type, which, ftz);
+  d.out.detail = static_cast<uint8_t>(op);
+  d.out.imm =
+      pair ? reinterpret_cast<int64_t>(chosen.pairs) : reinterpret_cast<int64_t>(chosen.lanes);
+  d.run(!chosen.setp              ? nullptr
+        : pair                    ? run_setp_pair
+        : two || op != Bool::none ? run_setp_full
+                                  : chosen.setp,
+        Class::predicate);
 }
 const Opcode setp("setp", decode_setp);
 
@@ -268,22 +266,21 @@ void decode_set(Decode& d) {
   d.out.op[0] = d.destination(0, bits);
   d.out.op[1] = d.source(1, ptx::bits_of(type));
   d.out.op[2] = d.source(2, ptx::bits_of(type));
-  if (op != Bool::none) {
-    d.out.op[3] = 0;
-    std::tie(d.out.op[4], d.out.op[5]) = d.predicate(d.operand(3));
-    d.out.op[6] = static_cast<uint32_t>(op);
-  }
+  if (op != Bool::none) std::tie(d.out.op[4], d.out.op[5]) = d.predicate(d.operand(3));
   const bool pair = type == Type::f16x2 || type == Type::bf16x2;
   if (pair && op != Bool::none) d.fail("set of pairs with a boolean operator is not supported");
-  d.out.imm = to == Type::f32                          ? 0x3f800000
-              : to == Type::f16 || to == Type::f16x2   ? 0x3c00
-              : to == Type::bf16 || to == Type::bf16x2 ? 0x3f80
-                                                       : -1;
-  d.run(choose(type, which,
-               pair         ? Form::set_pair
-               : bits == 16 ? Form::set16
-                            : Form::set32,
-               ftz),
+  d.out.op[6] = to == Type::f32                          ? 0x3f800000
+                : to == Type::f16 || to == Type::f16x2   ? 0x3c00
+                : to == Type::bf16 || to == Type::bf16x2 ? 0x3f80
+                                                         : kAllOnes;
+  const Choice chosen = choose(type, which, ftz);
+  d.out.detail = static_cast<uint8_t>(op);
+  d.out.imm =
+      pair ? reinterpret_cast<int64_t>(chosen.pairs) : reinterpret_cast<int64_t>(chosen.lanes);
+  d.run(!chosen.setp ? nullptr
+        : pair       ? run_set_pair
+        : bits == 16 ? run_set<uint16_t>
+                     : run_set<uint32_t>,
         Class::predicate);
 }
 const Opcode set("set", decode_set);
