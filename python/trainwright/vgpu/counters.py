@@ -358,7 +358,7 @@ def _parse_report(report: str) -> dict[str, Assembled]:
     return found
 
 
-# ---- devices, from NVIDIA's data sheets and architecture white papers; dense rates, at boost clock
+# ---- devices. Rates are dense: data sheets print tensor rates with 2:4 sparsity, which are halved here.
 
 
 @dataclass(frozen=True)
@@ -377,21 +377,27 @@ class Gpu:
 
 
 PRESETS = {
+    # NVIDIA A100 Tensor Core GPU data sheet (2021) and A100 architecture white paper, table 1: 108 SMs, 1410 MHz boost.
     "A100": Gpu(
         "A100 SXM 80 GB", 108, 1.41, 2039,
         {"tensor f16": 312, "tensor tf32": 156, "tensor i8": 624, "tensor f64": 19.5, "f32": 19.5, "f64": 9.7},
         shared_bytes=164 << 10,
     ),
+    # NVIDIA H100 data sheet, column SXM (BF16 1979, TF32 989, FP8 and INT8 3958 with sparsity; 3.35 TB/s); 132 SMs:
+    # H100 architecture white paper. 1980 MHz is the highest clock; the tensor rates are those of 1830 MHz.
     "H100": Gpu(
         "H100 SXM", 132, 1.98, 3350,
-        {"tensor f16": 989, "tensor tf32": 494, "tensor f8": 1979, "tensor i8": 1979, "tensor f64": 67, "f32": 67,
+        {"tensor f16": 989.5, "tensor tf32": 494.5, "tensor f8": 1979, "tensor i8": 1979, "tensor f64": 67, "f32": 67,
          "f64": 34},
     ),
+    # NVIDIA H200 data sheet, column SXM: H100 with 4.8 TB/s.
     "H200": Gpu(
         "H200 SXM", 132, 1.98, 4800,
-        {"tensor f16": 989, "tensor tf32": 494, "tensor f8": 1979, "tensor i8": 1979, "tensor f64": 67, "f32": 67,
+        {"tensor f16": 989.5, "tensor tf32": 494.5, "tensor f8": 1979, "tensor i8": 1979, "tensor f64": 67, "f32": 67,
          "f64": 34},
     ),
+    # NVIDIA HGX B200 data sheet, an eighth of 8 GPUs (BF16 36, TF32 18, FP8 and INT8 72 PFLOPS with sparsity; FP32 600,
+    # FP64 296 TFLOPS); up to 8 TB/s. Shared memory, SMs and clock as the driver reports them: 148 SMs, 1965 MHz.
     "B200": Gpu(
         "B200 (HGX)", 148, 1.965, 8000,
         {"tensor f16": 2250, "tensor tf32": 1125, "tensor f8": 4500, "tensor i8": 4500, "tensor f64": 37, "f32": 75,
