@@ -5,7 +5,8 @@
 //   cp.async                    at the wait_group (wait_all) of its thread, or for the mbarrier that its arrive names
 //   bulk copies with mbarrier   when all warps wait, those first that somebody waits for
 //   bulk copies in groups       read at wait_group.read, written at wait_group or when the block ends
-//   wgmma                       at wait_group
+//   wgmma                       at wait_group of the first warp of the warpgroup, for all four: it is one operation of
+//                               them all, so one thread may hand its operands back for all
 #pragma once
 
 #include <array>
@@ -30,13 +31,14 @@ struct Copy {
   std::array<const uint8_t*, kLanes> from;
 };
 
-// One wgmma.mma_async of a warp.
+// One wgmma.mma_async: a warp's part of it.
 struct Wgmma {
   const Instr* in;
-  uint64_t id;
+  uint64_t id;      // counts those of the warp, and so of its warpgroup
   uint64_t a, b;    // descriptors
   bool accumulate;  // scale-d
   uint32_t group;
+  bool done = false;
 };
 
 struct BulkOperation {
@@ -88,7 +90,8 @@ class Async : public Extension {
     uint64_t operations = 0;                     // issued so far: numbers them
     std::array<uint32_t, kLanes> copy_groups{};  // committed so far
     std::array<uint32_t, kLanes> bulk_groups{};
-    std::vector<Wgmma> wgmmas;
+    std::vector<Wgmma> wgmmas;  // not yet waited for by this warp
+    uint64_t issued_wgmmas = 0;
     uint32_t wgmma_groups = 0;
     const uint8_t* waits_for = nullptr;  // an mbarrier
     uint64_t cluster_phase = 0;  // barrier.cluster: the phase that it has arrived in, plus 1
@@ -108,8 +111,9 @@ class Async : public Extension {
   void add(std::unique_ptr<BulkOperation> operation);
   void wait_bulk(Warp& w, uint32_t lanes, uint32_t pending, bool read_only);
 
-  // Runs the wgmmas in all but the newest `pending` groups.
-  void wait_wgmmas(Warp& w, uint32_t pending);
+  // Runs the wgmmas in all but the newest `pending` groups; false if another warp of the warpgroup has not issued its
+  // part yet.
+  bool wait_wgmmas(Warp& w, uint32_t pending);
 
   // barrier.cluster; the state of block 0 counts.
   uint64_t cluster_phase = 0;

@@ -18,11 +18,11 @@ struct AsyncAccess {
     copy,   // cp.async writes; done at its wait or when its mbarrier arrival is made
     load,   // a bulk or tensor copy, st.async: writes; done when its mbarrier is told
     store,  // a bulk or tensor copy reads; done at wait_group.read
-    wgmma,  // operands are read; done at wgmma.wait_group
+    wgmma,  // operands are read; done when a warp of the warpgroup has waited
   };
   Kind kind = Kind::copy;
   bool done = false;
-  uint64_t id = 0;         // of the operation, unique in the block's warp; the same when it is done
+  uint64_t id = 0;  // of the operation, unique in the warp for its kind; the same when it is done
   Block* block = nullptr;  // whose shared memory
   // `count` ranges of `bytes` each, by shared address in that block.
   const uint32_t* address = nullptr;
@@ -63,9 +63,12 @@ class Observer {
   // A wait for it, or a test, has succeeded.
   virtual void mbarrier_leave(Warp&, const Instr&, int /*lane*/, const uint8_t*) {}
   virtual void async(Warp&, const Instr&, int /*lane*/, const AsyncAccess&) {}
-  // wgmma: the registers are in use (offsets in the warp's file), or free again.
-  virtual void registers(Warp&, const Instr&, const uint32_t* /*offsets*/, uint32_t /*count*/,
-                         bool /*done*/) {}
+  // A warp has waited for its part of wgmma operation `id` and those before.
+  virtual void wgmma_leave(Warp&, const Instr&, uint64_t /*id*/) {}
+  // wgmma: the registers are in use (offsets in the warp's file), or free again; first the accumulators, then those
+  // of A.
+  virtual void registers(Warp&, const Instr&, const uint32_t* /*offsets*/,
+                         uint32_t /*accumulators*/, uint32_t /*count*/, bool /*done*/) {}
 };
 
 // One after the other.
@@ -110,9 +113,12 @@ class TwoObservers : public Observer {
   void async(Warp& w, const Instr& in, int lane, const AsyncAccess& a) override {
     each(&Observer::async, w, in, lane, a);
   }
-  void registers(Warp& w, const Instr& in, const uint32_t* offsets, uint32_t count,
-                 bool done) override {
-    each(&Observer::registers, w, in, offsets, count, done);
+  void wgmma_leave(Warp& w, const Instr& in, uint64_t id) override {
+    each(&Observer::wgmma_leave, w, in, id);
+  }
+  void registers(Warp& w, const Instr& in, const uint32_t* offsets, uint32_t accumulators,
+                 uint32_t count, bool done) override {
+    each(&Observer::registers, w, in, offsets, accumulators, count, done);
   }
 
  private:

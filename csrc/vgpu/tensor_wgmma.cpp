@@ -1,5 +1,8 @@
-// wgmma: products of a warpgroup with operands in shared memory. Each warp computes its own 16 of the 64 rows.
+// wgmma: products of a warpgroup with operands in shared memory. Each warp computes its own 16 of the 64 rows,
+// all four when the first of them waits.
+#include <algorithm>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "vgpu/async.h"
@@ -44,7 +47,7 @@ struct Fragment {
 
 }  // namespace
 
-// Shared memory and registers that a wgmma uses, from issue to its wait.
+// Shared memory that a wgmma reads, when it is issued and when it is done.
 static void observe_wgmma(Warp& w, const Wgmma& op, bool done) {
   Observer* const observer = w.block().observer();
   if (!observer) return;
@@ -76,10 +79,17 @@ static void observe_wgmma(Warp& w, const Wgmma& op, bool done) {
   access.address = chunks.data();
   access.count = static_cast<uint32_t>(chunks.size());
   access.bytes = 16;
-  const uint32_t registers = s.d_registers + (in.op[0] == kNone ? s.a_registers : 0u);
-  if (!done) observer->registers(w, in, w.pool(in), registers, false);
   observer->async(w, in, -1, access);
-  if (done) observer->registers(w, in, w.pool(in), registers, true);
+}
+
+// Its registers, from issue to the wait of its warp.
+static void observe_registers(Warp& w, const Instr& in, bool done) {
+  Observer* const observer = w.block().observer();
+  if (!observer) return;
+  MmaShape s;
+  std::memcpy(&s, &in.imm, sizeof(s));
+  const uint32_t registers = s.d_registers + (in.op[0] == kNone ? s.a_registers : 0u);
+  observer->registers(w, in, w.pool(in), s.d_registers, registers, done);
 }
 
 void run_wgmma(Warp& w, const Wgmma& op) {
@@ -134,17 +144,44 @@ void run_wgmma(Warp& w, const Wgmma& op) {
     store_accumulator(s.accumulator, 16, Fragment{pool + j * registers, w}, t.sum + j * 8 * 16);
 }
 
-void Async::wait_wgmmas(Warp& w, uint32_t pending) {
+// The warps of a warpgroup: those of the block from w / 4 * 4 on.
+template<class F>
+static bool all_of_warpgroup(Warp& w, F f) {
+  auto& warps = w.block().warps();
+  const size_t first = w.index() / 4 * size_t{4};
+  for (size_t i = first; i < std::min(first + 4, warps.size()); ++i)
+    if (!f(warps[i])) return false;
+  return true;
+}
+
+bool Async::wait_wgmmas(Warp& w, uint32_t pending) {
   OfWarp& mine = of(w);
-  size_t done = 0;
-  while (done < mine.wgmmas.size()) {
-    const Wgmma& op = mine.wgmmas[done];
-    if (mine.wgmma_groups <= op.group || mine.wgmma_groups - op.group <= pending) break;
-    run_wgmma(w, op);
-    observe_wgmma(w, op, true);
-    ++done;
+  size_t due = 0;
+  for (; due < mine.wgmmas.size(); ++due) {
+    const uint32_t group = mine.wgmmas[due].group;
+    if (mine.wgmma_groups <= group || mine.wgmma_groups - group <= pending) break;
   }
-  mine.wgmmas.erase(mine.wgmmas.begin(), mine.wgmmas.begin() + static_cast<std::ptrdiff_t>(done));
+  if (!due) return true;
+  const Wgmma last = mine.wgmmas[due - 1];
+  if (!last.done) {
+    if (!all_of_warpgroup(w, [&](Warp& p) { return of(p).issued_wgmmas > last.id; })) return false;
+    ++w.block().progress;
+    all_of_warpgroup(w, [&](Warp& p) {
+      for (Wgmma& op : of(p).wgmmas) {
+        if (op.done || op.id > last.id) continue;
+        run_wgmma(p, op);
+        op.done = true;
+        observe_wgmma(p, op, true);
+      }
+      return true;
+    });
+  }
+  if (Observer* const observer = w.block().observer()) {
+    for (size_t i = 0; i < due; ++i) observe_registers(w, *mine.wgmmas[i].in, true);
+    observer->wgmma_leave(w, *last.in, last.id);
+  }
+  mine.wgmmas.erase(mine.wgmmas.begin(), mine.wgmmas.begin() + static_cast<std::ptrdiff_t>(due));
+  return true;
 }
 
 namespace {
@@ -164,7 +201,8 @@ Status run_mma_async(Warp& w, const Instr& in) {
     if (MatrixDescriptor(d).base_offset)
       w.fault(Fault::Kind::memory, in, -1,
               "matrix descriptors with a base offset are not supported");
-  op.id = mine.operations++;
+  op.id = mine.issued_wgmmas++;
+  observe_registers(w, in, false);
   observe_wgmma(w, op, false);
   mine.wgmmas.push_back(op);
   return Status::next;
@@ -226,7 +264,8 @@ Status run_fence(Warp& w, const Instr& in) {
 Status run_commit(Warp& w, const Instr&) {
   Async& async = async_of(w);
   Async::OfWarp& mine = async.of(w);
-  ++mine.wgmma_groups;
+  if (!w.ticket()) ++mine.wgmma_groups;
+  w.ticket() = 1;
   // Triton unpacks f16 accumulators between the commit and the wait, and ptxas copes by waiting earlier.
   if (w.block().launch().check == Check::strict) return Status::next;
   bool halves = false;
@@ -235,12 +274,14 @@ Status run_commit(Warp& w, const Instr&) {
     std::memcpy(&s, &op.in->imm, sizeof(s));
     halves |= s.accumulator == Accumulator::f16;
   }
-  if (halves) async.wait_wgmmas(w, 0);
-  return Status::next;
+  return !halves || async.wait_wgmmas(w, 0) ? Status::next : Status::wait;
 }
 Status run_wait(Warp& w, const Instr& in) {
-  async_of(w).wait_wgmmas(w, static_cast<uint32_t>(in.imm));
-  return Status::next;
+  return async_of(w).wait_wgmmas(w, static_cast<uint32_t>(in.imm)) ? Status::next : Status::wait;
+}
+std::string explain_wait(Warp& w, const Instr&) {
+  return "warp " + std::to_string(w.index()) +
+         " has issued a wgmma.mma_async that another warp of its warpgroup has not";
 }
 void decode_fence(Decode& d) {
   d.expect_operands(0, 0);
@@ -250,12 +291,14 @@ void decode_fence(Decode& d) {
 void decode_commit(Decode& d) {
   d.expect_operands(0, 0);
   d.flag(Instr::kConverge);
+  d.explain(explain_wait);
   d.run(run_commit, Class::async_copy);
 }
 void decode_wait(Decode& d) {
   d.expect_operands(1, 1);
   d.out.imm = static_cast<int64_t>(d.immediate(d.operand(0)));
   d.flag(Instr::kConverge);
+  d.explain(explain_wait);
   d.run(run_wait, Class::barrier);
 }
 const Opcode wgmma_fence("wgmma.fence.sync.aligned", decode_fence);

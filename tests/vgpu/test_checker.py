@@ -405,9 +405,28 @@ FAULTS |= {
         wgmma.wait_group.sync.aligned 0;""",
         WARPGROUP,
     ),
+    "wgmma operand overwritten by a warp that has not waited": (
+        vgpu.RaceError,
+        "races with a read by a wgmma of warps 0-3: this warp has not waited for it",
+        OPERANDS + "wgmma.fence.sync.aligned;" + WGMMA + """
+        wgmma.commit_group.sync.aligned;
+        @%p2 bra waits;
+        nanosleep.u32 1;
+        st.shared.u32 [%r6], 1; // <-
+        waits: wgmma.wait_group.sync.aligned 0;""",
+        WARPGROUP | {"reverse_warps": True},
+    ),
+    "wgmma that one warp does not issue": (
+        vgpu.DeadlockError,
+        "warp 0 has issued a wgmma.mma_async that another warp of its warpgroup has not",
+        OPERANDS + "wgmma.fence.sync.aligned; setp.eq.u32 %p4, %r2, 3; @%p4 bra.uni none;" + WGMMA + """
+        wgmma.commit_group.sync.aligned;
+        none: wgmma.wait_group.sync.aligned 0; // <-""",
+        WARPGROUP,
+    ),
     "wgmma operand overwritten in flight": (
         vgpu.AsyncError,
-        "while an asynchronous operation of warp . still reads it",
+        "while an asynchronous operation of warps 0-3 still reads it",
         OPERANDS + "wgmma.fence.sync.aligned;" + WGMMA + """
         wgmma.commit_group.sync.aligned;
         st.shared.u32 [%r6], 1; // <-""",
@@ -644,6 +663,10 @@ def run_gemm_tma(module, kernel="gemm_tma_wgmma", rows_of_b=64):
     return close(c, want)
 
 
+def run_gemm_tma_elected(module):
+    return run_gemm_tma(module, "gemm_tma_wgmma_elected")
+
+
 def run_gemm_tma_cluster(module):
     return run_gemm_tma(module, "gemm_tma_wgmma_cluster", 32)
 
@@ -698,6 +721,16 @@ NVCC = {
     "gemm_tma_wgmma": (
         "tensor_sm90a",
         run_gemm_tma,
+        {
+            "fence.mbarrier_init.release.cluster": (1, INIT_FENCE),
+            "wgmma.fence.sync.aligned": (4, REDUNDANT_WGMMA_FENCE),
+            "mbarrier.arrive.shared::cta.b64": (1, LAST_RELEASE),
+            "bar.sync": (1, EPILOGUE_BARRIER),
+        },
+    ),
+    "gemm_tma_wgmma_elected": (
+        "tensor_sm90a",
+        run_gemm_tma_elected,
         {
             "fence.mbarrier_init.release.cluster": (1, INIT_FENCE),
             "wgmma.fence.sync.aligned": (4, REDUNDANT_WGMMA_FENCE),
@@ -786,7 +819,11 @@ DUPLICATE = "others nearby order the same accesses; without all of them it is no
 MAP = "missed: how a tensor map is built and handed over is not followed"
 TRITON = {
     ("attention", "sm_80"): (ATTENTION, run_attention, {"bar.sync": (1, DUPLICATE)}),
-    ("attention", "sm_90a"): (ATTENTION, run_attention, {"bar.sync": (1, DUPLICATE)}),
+    ("attention", "sm_90a"): (
+        ATTENTION,
+        run_attention,
+        {"bar.sync": (3, DUPLICATE + "; or a wait for wgmma does, which is of the whole block")},
+    ),
     ("matmul_descriptor", "sm_80"): (MATMUL, run_descriptor_matmul, {}),
     ("matmul_descriptor", "sm_90a"): (
         MATMUL,

@@ -23,6 +23,7 @@ def hopper():
     return load("tensor_sm90a", "sm_90a")
 
 
+WARP_SPECIALISED = ["gemm_tma_wgmma", "gemm_tma_wgmma_elected", "gemm_tma_wgmma_cluster"]
 reversed_or_not = pytest.mark.parametrize("reverse", [False, True], ids=["", "warps reversed"])
 
 
@@ -44,7 +45,7 @@ def test_gemm_with_cp_async_and_mma(m, n, k, reverse):
 
 
 @reversed_or_not
-@pytest.mark.parametrize("kernel", ["gemm_tma_wgmma", "gemm_tma_wgmma_cluster"])
+@pytest.mark.parametrize("kernel", WARP_SPECIALISED)
 @pytest.mark.parametrize("m, n, k", [(256, 64, 64), (256, 192, 320), (200, 72, 136)])
 def test_warp_specialised_gemm(hopper, kernel, m, n, k, reverse):
     torch.manual_seed(0)

@@ -58,8 +58,8 @@ class Device:
         check: what is looked for beside access out of bounds, misaligned access, mismatched barriers and
             deadlock, which are always found. True: in shared memory, reads of what nobody wrote, data races,
             asynchronous data touched before its wait and missing proxy fences; and wgmma registers touched in flight.
-            "strict": also two things that Triton's code does to registers of wgmma and assemblers cope with: f16
-            accumulators unpacked before the wait, and copies made into accumulators after the fence.
+            "strict": also what PTX forbids but compilers do around wgmma: f16 accumulators unpacked before the wait,
+            accumulators copied and operands computed after wgmma.fence, data of cp.async without a proxy fence.
             "global": as True, and data races between blocks in global memory (slow). False: nothing more.
         count: count what launches do, for `counters`. Costs time; nothing when False.
     """

@@ -107,9 +107,10 @@ DEVICE uint32_t pack(float low, float high) {
 }  // namespace
 
 // c (M, N) = a (M, K) b^T, b (N, K); bf16 out. Warp-specialised: warpgroup 0 loads, warpgroups 1 and 2 multiply 64 rows each of a tile
-// of 128 x 64, through kStages stages of K = 64. In a cluster of two, the blocks have tiles below each other: each loads half
+// of 128 x 64, through kStages stages of K = 64. A stage is given back by a thread of each warp; with `Elected`, as CUTLASS
+// does, by one of each warpgroup: a wgmma is of all its warps. In a cluster of two, the blocks have tiles below each other: each loads half
 // of the b they share, into both.
-template<int Cluster>
+template<int Cluster, bool Elected = false>
 DEVICE void gemm_specialised(const TensorMap& map_a, const TensorMap& map_b, const TensorMap& map_c,
                              int K) {
   constexpr int kStages = 3, kBytesA = 128 * 128, kBytesB = 64 * 128;
@@ -123,7 +124,7 @@ DEVICE void gemm_specialised(const TensorMap& map_a, const TensorMap& map_b, con
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       barrier_init(shared_address(&full[s]), 1);
-      barrier_init(shared_address(&empty[s]), 8 * Cluster);
+      barrier_init(shared_address(&empty[s]), (Elected ? 2 : 8) * Cluster);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -160,7 +161,7 @@ DEVICE void gemm_specialised(const TensorMap& map_a, const TensorMap& map_b, con
       for (int k = 0; k < 4; ++k) wgmma_64x64(acc, a + k * 2, b + k * 2);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (lane == 0) {
+      if (lane == 0 && (!Elected || warp == 0)) {
         if (Cluster == 1)
           barrier_arrive(shared_address(&empty[s]));
         else
@@ -192,6 +193,11 @@ extern "C" __global__ void __launch_bounds__(384)
     gemm_tma_wgmma(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                    const __grid_constant__ TensorMap c, int K) {
   gemm_specialised<1>(a, b, c, K);
+}
+extern "C" __global__ void __launch_bounds__(384)
+    gemm_tma_wgmma_elected(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+                           const __grid_constant__ TensorMap c, int K) {
+  gemm_specialised<1, true>(a, b, c, K);
 }
 extern "C" __global__ void __cluster_dims__(1, 2, 1) __launch_bounds__(384)
     gemm_tma_wgmma_cluster(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
