@@ -11,8 +11,32 @@ constexpr uint32_t kNowhere = 0xffffffff;
 struct BasicBlock {
   uint32_t first, last;                  // instructions [first, last]
   std::vector<uint32_t> next, previous;  // blocks
+  std::vector<uint32_t> out;             // blocks that would be in `next` but do nothing but exit
   bool exits = false;                    // does nothing but exit
 };
+
+// Paths to blocks that only exit count for the blocks that have no other way to an end: those of a loop
+// that the kernel ends with.
+void keep_last_ways_out(std::vector<BasicBlock>& blocks) {
+  std::vector<bool> ends(blocks.size(), false);
+  std::vector<uint32_t> ahead;
+  for (uint32_t i = 0; i < blocks.size(); ++i)
+    if (blocks[i].next.empty()) ahead.push_back(i);
+  while (!ahead.empty()) {
+    const uint32_t at = ahead.back();
+    ahead.pop_back();
+    if (ends[at]) continue;
+    ends[at] = true;
+    ahead.insert(ahead.end(), blocks[at].previous.begin(), blocks[at].previous.end());
+  }
+  for (uint32_t i = 0; i < blocks.size(); ++i) {
+    if (ends[i]) continue;
+    for (const uint32_t to : blocks[i].out) {
+      blocks[i].next.push_back(to);
+      blocks[to].previous.push_back(i);
+    }
+  }
+}
 
 std::vector<BasicBlock> basic_blocks(const std::vector<Flow>& flow) {
   const auto n = static_cast<uint32_t>(flow.size());
@@ -26,7 +50,7 @@ std::vector<BasicBlock> basic_blocks(const std::vector<Flow>& flow) {
   std::vector<BasicBlock> blocks;
   std::vector<uint32_t> block_of(n, 0);
   for (uint32_t i = 0; i < n; ++i) {
-    if (leader[i]) blocks.push_back({i, i, {}, {}, false});
+    if (leader[i]) blocks.push_back({i, i, {}, {}, {}, false});
     blocks.back().last = i;
     block_of[i] = static_cast<uint32_t>(blocks.size()) - 1;
   }
@@ -39,14 +63,15 @@ std::vector<BasicBlock> basic_blocks(const std::vector<Flow>& flow) {
     const Flow& end = flow[b.last];
     const auto add = [&](uint32_t instruction) {
       const uint32_t to = block_of[instruction];
-      if (blocks[to].exits || std::find(b.next.begin(), b.next.end(), to) != b.next.end()) return;
-      b.next.push_back(to);
+      std::vector<uint32_t>& list = blocks[to].exits ? b.out : b.next;
+      if (std::find(list.begin(), list.end(), to) == list.end()) list.push_back(to);
     };
     for (const uint32_t t : end.targets) add(t);
     if ((end.kind == Flow::Kind::plain || end.conditional) && b.last + 1 < n) add(b.last + 1);
   }
   for (uint32_t i = 0; i < blocks.size(); ++i)
     for (const uint32_t to : blocks[i].next) blocks[to].previous.push_back(i);
+  keep_last_ways_out(blocks);
   return blocks;
 }
 

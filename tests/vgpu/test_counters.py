@@ -309,3 +309,17 @@ def test_profile_prints_a_table_and_writes_a_picture(tmp_path, capsys):
 def test_profile_says_what_is_wrong(arguments, message, capsys):
     assert main(["profile", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sides_meet_again_in_a_loop_that_the_kernel_ends_with():
+    body = """
+  mov.u32 %r5, 0; setp.eq.u32 %p1, %r1, 0; mul.wide.u32 %d3, %r1, 4; add.s64 %d4, %d2, %d3;
+LOOP:
+  @%p1 bra SKIP;
+  add.u32 %r6, %r6, 1;
+SKIP:
+  st.global.u32 [%d4], %r5;
+  add.u32 %r5, %r5, 1; setp.lt.u32 %p2, %r5, 3; @%p2 bra LOOP;
+"""
+    k = launch(kernel(body), 1, 64, aligned(64), aligned(64))
+    assert k.store.requests == 3 * 2 and k.sector_efficiency == 1
