@@ -8,8 +8,9 @@
 //
 // One block per kListBlock elements (cuda/tensor_list.cuh); what each finds is added in block order.
 // Bytes per element: pack s_grad + s_flat (+ s_flat when adding), sum W s_chunk + s_out. Bound:
-// memory bandwidth. Accesses of the buffer are 16 bytes where pointers allow, one element otherwise.
-// Counted on the virtual GPU; not yet timed on a GPU.
+// memory bandwidth. Accesses of the wider side are 16 bytes where pointers allow, one element otherwise.
+// Counted on the virtual GPU (tests/vgpu/test_counts.py): bytes within 2% of that; not yet timed on a
+// GPU.
 #include "trainwright/bucket_pack.h"
 
 #include "cuda/stats.cuh"
@@ -60,6 +61,21 @@ __device__ __forceinline__ void for_range(int64_t begin, int64_t end, bool wide,
   for (i += threadIdx.x; i < end; i += kListThreads) f(Int<1>{}, i);
 }
 
+// The same where other memory of dtype `other` comes in beside that of type F: a pack is 16 bytes of the
+// wider of the two, so that the accesses of a warp fill their sectors on both sides.
+template<class F, class Fn>
+__device__ __forceinline__ void for_range(int64_t begin, int64_t end, bool wide, DType other,
+                                          Fn&& f) {
+  constexpr int most = 16 / sizeof(F), of_four_bytes = most < 4 ? most : 4;
+  const int64_t bytes = dtype_bytes(other);
+  if (bytes == 8)
+    for_range<2>(begin, end, wide, f);
+  else if (bytes == 4)
+    for_range<of_four_bytes>(begin, end, wide, f);
+  else
+    for_range<most>(begin, end, wide, f);
+}
+
 // F is the type of flat, A the wider of it and the gradients' (at least float).
 template<class F, class A>
 __global__ void __launch_bounds__(kListThreads, 4)
@@ -70,7 +86,8 @@ __global__ void __launch_bounds__(kListThreads, 4)
   const int64_t begin = (blockIdx.x - row.first_block) * kListBlock, past = begin + kListBlock;
   F* slot = flat + row.slot;
   GradStats<A> stats;
-  for_range<16 / sizeof(F)>(begin, row.n < past ? row.n : past, row.wide, [&](auto vec, int64_t i) {
+  const DType other = sizeof(A) == 8 ? DType::f64 : row.dtype;
+  for_range<F>(begin, row.n < past ? row.n : past, row.wide, other, [&](auto vec, int64_t i) {
     constexpr int VEC = decltype(vec)::value;
     A x[VEC];
     load_any<VEC>(row.grad, row.dtype, i, x);
@@ -104,7 +121,8 @@ __global__ void __launch_bounds__(kListThreads, 4)
   const A factor = value_of<A>(scale);
   const int64_t begin = (blockIdx.x - row.first_block) * kListBlock, past = begin + kListBlock;
   const F* slot = flat + row.slot;
-  for_range<16 / sizeof(F)>(begin, row.n < past ? row.n : past, row.wide, [&](auto vec, int64_t i) {
+  const DType other = sizeof(A) == 8 ? DType::f64 : row.dtype;
+  for_range<F>(begin, row.n < past ? row.n : past, row.wide, other, [&](auto vec, int64_t i) {
     constexpr int VEC = decltype(vec)::value;
     A x[VEC];
     unpack(load_once<VEC>(slot + i), x);
@@ -123,7 +141,7 @@ __global__ void __launch_bounds__(kListThreads, 4)
   const A factor = value_of<A>(scale);
   const int64_t begin = blockIdx.x * kListBlock, past = begin + kListBlock;
   GradStats<A> stats;
-  for_range<16 / sizeof(C)>(begin, n < past ? n : past, wide, [&](auto vec, int64_t i) {
+  for_range<C>(begin, n < past ? n : past, wide, dtype, [&](auto vec, int64_t i) {
     constexpr int VEC = decltype(vec)::value;
     A x[VEC];
     unpack(load_once<VEC>(static_cast<const C*>(chunks.chunks[0]) + i), x);

@@ -5,8 +5,8 @@
 //           maximum and sum); the block joins them in double. The logits are read once.
 // sum       one block adds the rows' losses in order.
 // backward  one block per span of a row; exp(z - lse) again, one read and one write per logit.
-// Rows may begin at any element: the elements before the first 16-byte boundary and after the last
-// one are taken one by one. No atomics: repeats are bit-equal. A target out of range gives NaN.
+// Rows may begin at any element: the elements before the first 32-byte boundary and after the last
+// whole pack are taken one by one. No atomics: repeats are bit-equal. A target out of range gives NaN.
 // Bytes per logit: forward s, backward 2s (s = element size). Bound: memory bandwidth, in bf16 about
 // level with the exponentials. Counted on the virtual GPU; not yet timed on a GPU.
 #include "trainwright/cross_entropy.h"
@@ -70,10 +70,10 @@ struct Cap {
   }
 };
 
-// The elements before the first 16-byte boundary of a row of n.
+// The elements before the first 32-byte boundary of a row of n: packs of a warp then fill sectors.
 template<class T>
 __device__ __forceinline__ int64_t unaligned_head(const T* row, int64_t n) {
-  const int64_t head = (16 - reinterpret_cast<uintptr_t>(row) % 16) % 16 / sizeof(T);
+  const int64_t head = (32 - reinterpret_cast<uintptr_t>(row) % 32) % 32 / sizeof(T);
   return head < n ? head : n;
 }
 

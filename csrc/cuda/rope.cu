@@ -1,12 +1,13 @@
 // Rotary position embedding on CUDA (formula in trainwright/rope.h), of q and k in one launch.
 //
-// A block takes whole tokens. It widens their rows of cos and sin into shared memory, then every
-// thread rotates the same unit of one head after another: VEC pairs, or VEC elements that pass
-// through. Heads need only be contiguous inside: q and k may be slices of one (B, T, (H + 2G) D)
-// projection, and are not copied.
-// Bytes per element: 2s (s = element size), and the tables once per token. Bound: memory bandwidth.
-// Accesses are 16 bytes where sizes and pointers allow, one element otherwise. Counted on the virtual
-// GPU; not yet timed on a GPU.
+// A block takes a few rows of cos and sin and widens them into shared memory; then every thread rotates
+// the same unit, VEC pairs or VEC elements that pass through, of one head after another, of all the
+// sequences that share the tables or, where that would leave the device idle, of a range of them.
+// Heads need only be contiguous inside: q and k may be slices of one (B, T, (H + 2G) D) projection, and
+// are not copied.
+// Bytes per element: 2s (s = element size), and the tables once. Bound: memory bandwidth. Accesses are
+// 16 bytes where sizes and pointers allow, one element otherwise. Counted on the virtual GPU
+// (tests/vgpu/test_counts.py): bytes within 2% of that; not yet timed on a GPU.
 #include "trainwright/rope.h"
 
 #include "cuda/binding.cuh"
@@ -23,8 +24,8 @@ struct RopeTensor {
 };
 struct Rope {
   RopeTensor q, k;        // k may have no heads
-  const void *cos, *sin;  // (T, R / 2) or (B, T, R / 2): batch_stride 0 in the first case
-  int64_t table_batch_stride, tokens, T, D, half;  // half = R / 2; tokens = B T
+  const void *cos, *sin;  // (rows, R / 2); row n is for token n % T of the sequences from n / T on
+  int64_t rows, sharing, T, D, half;  // sharing: how many sequences those are; half = R / 2
   bool interleaved, inverse;
   DType table_dtype;
 };
@@ -71,9 +72,8 @@ __global__ void __launch_bounds__(kRopeThreads) rope_kernel(Rope a) {
   const int me = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
   const bool split = !a.interleaved;  // a unit of pairs (p, p + R / 2) reads VEC of each table
 
-  for (int z = 0; z < static_cast<int>(blockDim.z) && first + z < a.tokens; ++z) {
-    const int64_t n = first + z;
-    const int64_t at = n / a.T * a.table_batch_stride + n % a.T * a.half;
+  for (int z = 0; z < static_cast<int>(blockDim.z) && first + z < a.rows; ++z) {
+    const int64_t at = (first + z) * a.half;
     A *cos = tables + 2 * z * row, *sin = cos + row;
     for (int p = me; p < half; p += threads) {
       const int slot = split ? table_slot<VEC, A>(p, half) : p;
@@ -84,8 +84,10 @@ __global__ void __launch_bounds__(kRopeThreads) rope_kernel(Rope a) {
   }
   __syncthreads();
   const int64_t n = first + threadIdx.z;
-  if (n >= a.tokens) return;
-  const int64_t b = n / a.T, t = n % a.T;
+  if (n >= a.rows) return;
+  const int64_t t = n % a.T, batch = n / a.T;
+  const int64_t begin = batch + blockIdx.y * a.sharing / gridDim.y;
+  const int64_t end = batch + (blockIdx.y + 1) * a.sharing / gridDim.y;
   const A *cos = tables + 2 * threadIdx.z * row, *sin = cos + row;
   const int heads = static_cast<int>(a.q.heads + a.k.heads);
   // Units that rotate, then units of the rest of the head.
@@ -107,46 +109,48 @@ __global__ void __launch_bounds__(kRopeThreads) rope_kernel(Rope a) {
         }
       }
     }
-    for (int h = threadIdx.y; h < heads; h += blockDim.y) {
-      const bool of_q = h < static_cast<int>(a.q.heads);
-      const RopeTensor& x = of_q ? a.q : a.k;
-      const int64_t head = of_q ? h : h - a.q.heads;
-      const T* in = static_cast<const T*>(x.in) + b * x.batch_stride + t * x.token_stride +
-                    head * x.head_stride;
-      T* out = static_cast<T*>(x.out) + (n * x.heads + head) * D;
-      if (unit >= rotating) {
-        const int d = 2 * half + (unit - rotating) * VEC;
-        store_pack(out + d, load_once<VEC>(in + d));
-      } else if (split) {
-        const int p = unit * VEC;
-        const Pack<T, VEC> first_half = load_once<VEC>(in + p);
-        const Pack<T, VEC> second_half = load_once<VEC>(in + half + p);
-        A v[VEC], w[VEC];
+    for (int64_t b = begin; b < end; ++b) {
+      for (int h = threadIdx.y; h < heads; h += blockDim.y) {
+        const bool of_q = h < static_cast<int>(a.q.heads);
+        const RopeTensor& x = of_q ? a.q : a.k;
+        const int64_t head = of_q ? h : h - a.q.heads;
+        const T* in = static_cast<const T*>(x.in) + b * x.batch_stride + t * x.token_stride +
+                      head * x.head_stride;
+        T* out = static_cast<T*>(x.out) + ((b * a.T + t) * x.heads + head) * D;
+        if (unit >= rotating) {
+          const int d = 2 * half + (unit - rotating) * VEC;
+          store_pack(out + d, load_once<VEC>(in + d));
+        } else if (split) {
+          const int p = unit * VEC;
+          const Pack<T, VEC> first_half = load_once<VEC>(in + p);
+          const Pack<T, VEC> second_half = load_once<VEC>(in + half + p);
+          A v[VEC], w[VEC];
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) {
+          for (int i = 0; i < VEC; ++i) {
+            const Pair<A> y =
+                rope_rotate(load_as<A>(first_half.v[i]), load_as<A>(second_half.v[i]), c[i], s[i]);
+            v[i] = y.a;
+            w[i] = y.b;
+          }
+          store_pack(out + p, pack_as<T>(v));
+          store_pack(out + half + p, pack_as<T>(w));
+        } else if constexpr (VEC == 1) {
           const Pair<A> y =
-              rope_rotate(load_as<A>(first_half.v[i]), load_as<A>(second_half.v[i]), c[i], s[i]);
-          v[i] = y.a;
-          w[i] = y.b;
-        }
-        store_pack(out + p, pack_as<T>(v));
-        store_pack(out + half + p, pack_as<T>(w));
-      } else if constexpr (VEC == 1) {
-        const Pair<A> y =
-            rope_rotate(load_as<A>(in[2 * unit]), load_as<A>(in[2 * unit + 1]), c[0], s[0]);
-        out[2 * unit] = store_as<T>(y.a);
-        out[2 * unit + 1] = store_as<T>(y.b);
-      } else {
-        const Pack<T, VEC> pairs = load_once<VEC>(in + unit * VEC);
-        A v[VEC];
+              rope_rotate(load_as<A>(in[2 * unit]), load_as<A>(in[2 * unit + 1]), c[0], s[0]);
+          out[2 * unit] = store_as<T>(y.a);
+          out[2 * unit + 1] = store_as<T>(y.b);
+        } else {
+          const Pack<T, VEC> pairs = load_once<VEC>(in + unit * VEC);
+          A v[VEC];
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-          const Pair<A> y =
-              rope_rotate(load_as<A>(pairs.v[2 * i]), load_as<A>(pairs.v[2 * i + 1]), c[i], s[i]);
-          v[2 * i] = y.a;
-          v[2 * i + 1] = y.b;
+          for (int i = 0; i < PAIRS; ++i) {
+            const Pair<A> y =
+                rope_rotate(load_as<A>(pairs.v[2 * i]), load_as<A>(pairs.v[2 * i + 1]), c[i], s[i]);
+            v[2 * i] = y.a;
+            v[2 * i + 1] = y.b;
+          }
+          store_pack(out + unit * VEC, pack_as<T>(v));
         }
-        store_pack(out + unit * VEC, pack_as<T>(v));
       }
     }
   }
@@ -175,13 +179,16 @@ void launch_rope(const Rope& a, cudaStream_t stream) {
     const int64_t y = divide_up(heads, rounds);
     const int64_t token_bytes = 2 * table_row(static_cast<int>(a.half)) * sizeof(acc_t<T>);
     const int64_t shared = 32 * 1024;  // leaves room for several blocks on a multiprocessor
-    const int64_t z = std::max<int64_t>(
-        1, std::min({256 / (x * y), shared / token_bytes, int64_t{32}, a.tokens}));
+    const int64_t z =
+        std::max<int64_t>(1, std::min({256 / (x * y), shared / token_bytes, int64_t{32}, a.rows}));
     const dim3 block(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z));
-    rope_kernel<T, VEC><<<static_cast<unsigned>(divide_up(a.tokens, z)), block,
-                          static_cast<size_t>(z * token_bytes), stream>>>(a);
+    // Sequences are split only as far as it takes to fill the device.
+    const int64_t blocks = divide_up(a.rows, z);
+    const int64_t splits = std::min(divide_up(int64_t{8} * multiprocessors(), blocks), a.sharing);
+    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(splits));
+    rope_kernel<T, VEC><<<grid, block, static_cast<size_t>(z * token_bytes), stream>>>(a);
   };
-  if (a.tokens == 0 || a.D == 0 || a.q.heads + a.k.heads == 0) return;
+  if (a.rows == 0 || a.sharing == 0 || a.D == 0 || a.q.heads + a.k.heads == 0) return;
   if (wide)
     run(Int<full>{});
   else
@@ -220,8 +227,8 @@ std::tuple<Tensor, Tensor> rope_cuda(const Tensor& q, const std::optional<Tensor
                   k ? describe(k_in, k_out) : RopeTensor{},
                   device_data(cos),
                   device_data(sin),
-                  cos.dim() == 3 ? T * half : 0,
-                  B * T,
+                  cos.dim() == 3 ? B * T : T,
+                  cos.dim() == 3 ? 1 : B,
                   T,
                   D,
                   half,

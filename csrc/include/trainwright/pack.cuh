@@ -75,6 +75,15 @@ __device__ __forceinline__ Pack<T, VEC> pack_as(const A (&x)[VEC]) {
   return p;
 }
 
+// Two packs added, rounded to T.
+template<class T, int VEC>
+__device__ __forceinline__ Pack<T, VEC> pack_sum(const Pack<T, VEC>& a, const Pack<T, VEC>& b) {
+  acc_t<T> x[VEC];
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) x[i] = load_as<acc_t<T>>(a.v[i]) + load_as<acc_t<T>>(b.v[i]);
+  return pack_as<T>(x);
+}
+
 template<class T>
 __device__ __forceinline__ T exchange(T x, int lanes) {  // with the lane whose number differs there
   return __shfl_xor_sync(0xffffffffu, x, lanes);
@@ -225,20 +234,22 @@ __device__ __forceinline__ A warp_max(A x) {
 }
 
 // K sums over a row of threads, blockDim.x of them, in each of its threads: a power of two up to 32,
-// or a multiple of 32 up to 1024 with blockDim.y = 1. `shared` may be used again without a barrier
-// in between only if another buffer served in between.
+// or a multiple of 32; 32 warps a block at most. With more than one warp to a row all threads of the
+// block call it, and `shared` may be used again without a barrier in between only if another buffer
+// served in between.
 template<int K, class A>
-__device__ __forceinline__ void row_sum(A (&x)[K], A (&shared)[K][32]) {
+__device__ __forceinline__ void row_sum(A (&x)[K], A (*shared)[32]) {
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
 #pragma unroll
   for (int k = 0; k < K; ++k) x[k] = warp_sum(x[k], blockDim.x < 32 ? blockDim.x : 32);
   if (warps <= 1) return;
+  const int first = threadIdx.y * warps;
 #pragma unroll
   for (int k = 0; k < K; ++k)
-    if (lane == 0) shared[k][threadIdx.x / 32] = x[k];
+    if (lane == 0) shared[k][first + threadIdx.x / 32] = x[k];
   __syncthreads();
 #pragma unroll
-  for (int k = 0; k < K; ++k) x[k] = warp_sum(lane < warps ? shared[k][lane] : A(0));
+  for (int k = 0; k < K; ++k) x[k] = warp_sum(lane < warps ? shared[k][first + lane] : A(0));
 }
 
 TW_END
