@@ -114,6 +114,7 @@ class Offload(torch.optim.Optimizer):
         self._buffers = [self._engine.empty_bytes(0) for _ in range(2)]
         self._last_upload: Any = None
         self._control: Tensor | None = None
+        self._lost: list[Tensor] = []  # the chunks' counts of updates lost to rounding
         host_groups = [
             {**group, "params": [self._make_twin(p) for p in group["params"]]} for group in groups
         ]
@@ -123,6 +124,7 @@ class Offload(torch.optim.Optimizer):
         )
         # The multiplier of the gradients comes from the device, which has seen all of them.
         host.__dict__["_overflow_and_clip"] = lambda grads: self._control
+        host.__dict__["_report_lost"] = self._lost.extend
         self._host, self._device = host, optimizer
         if optimizer._options.backend == "cpu":  # the norm is the device's work
             optimizer._options = dataclasses.replace(optimizer._options, backend=None)
@@ -130,6 +132,8 @@ class Offload(torch.optim.Optimizer):
     def _make_twin(self, p: Tensor) -> Tensor:
         twin = self._engine.empty_like(p.detach()).requires_grad_()
         twin.grad_dtype = None  # gradients of any dtype
+        if hasattr(p, "shard_offset"):  # the parameter is a shard of a larger one
+            twin.shard_offset = p.shard_offset  # type: ignore[attr-defined]
         self._twins[p] = twin
         return twin
 
@@ -190,21 +194,24 @@ class Offload(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._take_over()
+        self._fetch_all()  # the remainders of bf16 parameters become fp32 masters with the parameters' values
         self._host.load_state_dict(state_dict)
         for group, host_group in zip(self.param_groups, self._host.param_groups):
             group.update({k: v for k, v in host_group.items() if k != "params"})
         self._share_state()
-        self._versions.clear()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def refresh_masters(self) -> None:
         """Take over the values that the parameters have now, masters included: after they were edited by hand."""
-        with torch.no_grad():
-            self._versions.clear()
-            self._wait_for_uploads()
-            self._refresh_twins(list(self._twins))
-            self._host.refresh_masters()
+        self._fetch_all()
+        self._host.refresh_masters()
+
+    @torch.no_grad()
+    def _fetch_all(self) -> None:
+        self._versions.clear()
+        self._wait_for_uploads()
+        self._refresh_twins(list(self._twins))
 
     def __getstate__(self) -> dict[str, Any]:
         options = {"chunk_mb": self._chunk_mb, "engine": self._given_engine}
@@ -303,6 +310,9 @@ class Offload(torch.optim.Optimizer):
                 )
         finally:
             self._engine.finish()
+        if self._lost:
+            self._device._report_lost(self._lost)
+            self._lost.clear()
         self._remember(params)
         self._share_state()
         return loss
