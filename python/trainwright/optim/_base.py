@@ -41,6 +41,7 @@ from trainwright.ops.grad_norm import GRAD_STATS
 from trainwright.optim._plan import CPU, Batch, Plan
 from trainwright.optim._state import load as load_state
 from trainwright.optim._state import master_format, new_master, new_state, new_step, state_format
+from trainwright.optim.checkpoint import import_adam_state, layout_of
 
 # torch's choices of implementation: the constructor's, never a checkpoint's.
 FLAGS = ("foreach", "fused", "capturable", "differentiable")
@@ -117,6 +118,12 @@ class _Loaded:
 
 
 def _box_tensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    layout = layout_of(state_dict)
+    if layout != "torch":
+        if not isinstance(optimizer, torch.optim.Adam):
+            where = f"{type(optimizer).__name__}.load_state_dict"
+            raise value_error(where, "state_dict", "the layout of torch", f"{layout}'s (of Adam)")
+        state_dict = import_adam_state(state_dict)
     boxed = {
         key: {k: _Loaded(v) if isinstance(v, Tensor) else v for k, v in state.items()}
         if isinstance(state, dict)
@@ -240,7 +247,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                         master.zero_() if master.dtype == torch.int16 else master.copy_(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer or of the torch optimizer of the same name.
+        """Load a checkpoint of this optimizer or of the torch optimizer of the same name; Adam and AdamW load those of
+        Apex, DeepSpeed and bitsandbytes too (`import_adam_state`).
 
         State is copied; it is kept in the formats that the constructor was given, whatever the dtype of the parameters,
         and converted if the checkpoint has others (from "split16" masters only after the model was loaded). The
@@ -266,19 +274,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             for p, values in state["state"].items():
                 if isinstance(p, Tensor):
                     plain = {k: v.value if isinstance(v, _Loaded) else v for k, v in values.items()}
-                    form = state_format(p, self._options.state_dtype)
-                    master = master_format(p, self._options.master_weights)
-                    state["state"][p] = load_state(
-                        type(self).__name__,
-                        self._states(ALL_FLAGS),
-                        p,
-                        plain,
-                        form,
-                        master,
-                        self.counts_steps,
-                    )
+                    state["state"][p] = self._in_own_formats(p, plain)
         super().__setstate__(state)
         self.__dict__.pop("_plan", None)
+
+    def _in_own_formats(self, p: Tensor, values: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a state of p, in any formats, in those of the options."""
+        form = state_format(p, self._options.state_dtype)
+        master = master_format(p, self._options.master_weights)
+        states = self._states(ALL_FLAGS)
+        return load_state(type(self).__name__, states, p, values, form, master, self.counts_steps)
 
     # ---- step
 
