@@ -71,6 +71,7 @@ void forward_rows(const LayerNormFwdArgs& a, const acc_t<T>* w, const acc_t<T>* 
   vec<A> deviations[R][U] = {}, squares[R][U] = {};
   for_lanes_unrolled<A, U>(a.C, [&](int64_t i, auto k, int u) {
     prefetch_rows<A, R>(next, i);
+    if (!stream) prefetch_rows<A, R>(y, i);
     for_rows<R>([&](int r) {
       const vec<A> d = keep<A>(vload<A>(x + r * a.C + i, k) - mean[r], k, A(0));
       deviations[r][u] += d;
