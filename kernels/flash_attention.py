@@ -230,7 +230,8 @@ def _flash_attention_fwd_fix_kernel(
                 tl.float32
             )
             p = tl.math.exp2(tl.sum(q * k[None, :], 1) * (scale * LOG2E) - lse)
-            seen = _sees(rows, key, Tk, offset, left, right, LEFT, RIGHT)
+            keys = key + tl.zeros_like(rows)
+            seen = _sees(rows, keys, Tk, offset, left, right, LEFT, RIGHT)
             out += tl.where(seen[:, None] & odd[None, :], p[:, None] * v[None, :], 0.0)
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
