@@ -51,11 +51,16 @@ inline const uint32_t* stochastic_words(uint64_t seed, int64_t first, int64_t n,
       k1 += 0xBB67AE85u;
     }
     const vw a = (c0 & 0xffffffffu) | (c1 << 32), b = (c2 & 0xffffffffu) | (c3 << 32);
-    vw low, high;  // of each counter: a, b, a, b, ...
-    for (int k = 0; k < kLanes / 2; ++k) {
-      low[2 * k] = a[k], low[2 * k + 1] = b[k];
-      high[2 * k] = a[kLanes / 2 + k], high[2 * k + 1] = b[kLanes / 2 + k];
-    }
+    // Of each counter: a, b, a, b, ...
+#if TW_VEC_BYTES == 64
+    const vw low = __builtin_shuffle(a, b, vw{0, 8, 1, 9, 2, 10, 3, 11});
+    const vw high = __builtin_shuffle(a, b, vw{4, 12, 5, 13, 6, 14, 7, 15});
+#elif TW_VEC_BYTES == 32
+    const vw low = __builtin_shuffle(a, b, vw{0, 4, 1, 5});
+    const vw high = __builtin_shuffle(a, b, vw{2, 6, 3, 7});
+#else
+    const vw low = {a[0], b[0]}, high = {a[1], b[1]};
+#endif
     memcpy(buffer + i, &low, sizeof low);
     memcpy(buffer + i + 2 * kLanes, &high, sizeof high);
     index += kLanes;
