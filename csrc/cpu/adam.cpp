@@ -26,9 +26,9 @@ struct AdamRule {
     return adam_scalars<A>(h[0], h[1], h[2], h[3], h[4], h[5] != 0.0, r.step,
                            h[6] != 0.0 ? -r.multiplier : r.multiplier);
   }
-  template<class A, class S>
-  static void run(const S& s, int flags, int64_t n, A* p, const A* g, A* const* states) {
-    adam_run(flags, n, p, g, states, [&](auto x, auto grad, auto& m, auto& v, auto largest) {
+  template<class A, class S, class P, class G, class T>
+  static void run(const S& s, int flags, int64_t n, P* p, const G* g, T* const* states) {
+    adam_run<A>(flags, n, p, g, states, [&](auto x, auto grad, auto& m, auto& v, auto largest) {
       return adam_update(x, grad, m, v, s, largest);
     });
   }

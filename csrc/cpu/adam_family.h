@@ -14,8 +14,8 @@ TW_BEGIN
 namespace {
 
 // update(p, g, m, v, largest) returns the new p.
-template<bool kAmsgrad, class A, class Update>
-void adam_run(int64_t n, A* p, const A* g, A* const* states, Update&& update) {
+template<bool kAmsgrad, class A, class P, class G, class T, class Update>
+void adam_run(int64_t n, P* p, const G* g, T* const* states, Update&& update) {
   for_lanes<A>(n, [&](int64_t i, auto k) {
     vec<A> m = vload<A>(states[0] + i, k), v = vload<A>(states[1] + i, k);
     const vec<A> q = update(vload<A>(p + i, k), vload<A>(g + i, k), m, v, [&](vec<A> x) {
@@ -30,9 +30,10 @@ void adam_run(int64_t n, A* p, const A* g, A* const* states, Update&& update) {
     vstore<A>(p + i, q, k);
   });
 }
-template<class A, class Update>
-void adam_run(int flags, int64_t n, A* p, const A* g, A* const* states, Update&& update) {
-  flags & 1 ? adam_run<true>(n, p, g, states, update) : adam_run<false>(n, p, g, states, update);
+template<class A, class P, class G, class T, class Update>
+void adam_run(int flags, int64_t n, P* p, const G* g, T* const* states, Update&& update) {
+  flags & 1 ? adam_run<true, A>(n, p, g, states, update)
+            : adam_run<false, A>(n, p, g, states, update);
 }
 
 }  // namespace

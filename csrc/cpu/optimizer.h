@@ -9,9 +9,9 @@
 //
 // An op is an OptimizerInfo and a Rule:
 //   template<class A> static auto scalars(const OptimizerRow&)   what a tensor's elements share
-//   template<class A, class S> static void run(const S& scalars, int flags, int64_t n, A* p,
-//                                              const A* g, A* const* states)
-//                                              updates p and the states; one that is missing is null
+//   template<class A, class S, class P, class G, class T>
+//   static void run(const S& scalars, int flags, int64_t n, P* p, const G* g, T* const* states)
+//                                                updates p and the states; one that is missing is null
 #pragma once
 #include "cpu/kernel.h"
 #include "trainwright/blocks.h"
@@ -91,6 +91,12 @@ inline void scatter(void* base, int64_t bytes, Strided layout, int64_t begin, in
                : write(static_cast<uint64_t*>(base));
 }
 
+inline bool contiguous(const OptimizerRow& r) {
+  int64_t strides = r.param_layout.ndim + r.grad_layout.ndim + r.master_layout.ndim;
+  for (const Strided& layout : r.state_layout) strides += layout.ndim;
+  return strides == 0;
+}
+
 // One tile at a time of one tensor.
 template<class A>
 class Tile {
@@ -108,10 +114,8 @@ class Tile {
 
   // Whether every operand is used where it lies.
   bool in_place() const {
-    int64_t strides = r_.param_layout.ndim + r_.grad_layout.ndim;
-    for (const Strided& layout : r_.state_layout) strides += layout.ndim;
-    return r_.dtype == kFull<A> && r_.grad_dtype == kFull<A> && strides == 0 &&
-           r_.spec.state == StateFormat::full;
+    return r_.dtype == kFull<A> && r_.grad_dtype == kFull<A> &&
+           r_.spec.state == StateFormat::full && contiguous(r_);
   }
 
   void open(int64_t begin, int64_t n) {
@@ -256,14 +260,31 @@ void for_tiles(Tile<A>& tile, int64_t begin, int64_t end, bool whole, F&& body) 
   }
 }
 
+// Whether the step reads and writes nothing but contiguous bf16, rounded to nearest.
+inline bool all_bf16(const OptimizerRow& r) {
+  return r.dtype == DType::bf16 && r.grad_dtype == DType::bf16 &&
+         r.spec.master == MasterFormat::none && r.spec.state == StateFormat::bf16 &&
+         !r.spec.stochastic && contiguous(r);
+}
+
 template<class Rule, class A>
 void optimizer_block(const OptimizerInfo& info, const OptimizerArgs& a, const OptimizerRow& r,
                      int64_t begin, int64_t end) {
   const auto scalars = Rule::template scalars<A>(r);
+  if constexpr (sizeof(A) == 4) {
+    if (!a.lost && all_bf16(r)) {  // measured: without the buffers a third faster
+      bf16* states[kMaxStates];
+      for (int i = 0; i < kMaxStates; ++i)
+        states[i] = info.has(i, r.spec.flags) ? static_cast<bf16*>(r.state[i]) + begin : nullptr;
+      Rule::template run<A>(scalars, r.spec.flags, end - begin, static_cast<bf16*>(r.param) + begin,
+                            static_cast<const bf16*>(r.grad) + begin, states);
+      return;
+    }
+  }
   Tile<A> t(info, r, a.seed);
   for_tiles(t, begin, end, !a.lost, [&](int64_t n) {
     if (a.lost) t.remember();
-    Rule::run(scalars, r.spec.flags, n, t.p, t.g, t.s);
+    Rule::template run<A>(scalars, r.spec.flags, n, t.p, t.g, t.s);
     t.close_parameter();
     t.close_states();
     if (a.lost) t.count_lost(a.lost);

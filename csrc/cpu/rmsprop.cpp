@@ -26,8 +26,8 @@ struct RmspropRule {
     return rmsprop_scalars<A>(h[0], h[1], h[2], h[3], h[4],
                               h[5] != 0.0 ? -r.multiplier : r.multiplier);
   }
-  template<bool kMomentum, bool kCentered, class A>
-  static void run(const RmspropScalars<A>& s, int64_t n, A* p, const A* g, A* const* states) {
+  template<bool kMomentum, bool kCentered, class A, class P, class G, class T>
+  static void loop(const RmspropScalars<A>& s, int64_t n, P* p, const G* g, T* const* states) {
     for_lanes<A>(n, [&](int64_t i, auto k) {
       vec<A> v = vload<A>(states[0] + i, k), b = {}, a = {};
       if constexpr (kMomentum) b = vload<A>(states[1] + i, k);
@@ -40,12 +40,12 @@ struct RmspropRule {
       vstore<A>(p + i, q, k);
     });
   }
-  template<class A, class S>
-  static void run(const S& s, int, int64_t n, A* p, const A* g, A* const* states) {
+  template<class A, class S, class P, class G, class T>
+  static void run(const S& s, int, int64_t n, P* p, const G* g, T* const* states) {
     if (states[1])
-      states[2] ? run<true, true>(s, n, p, g, states) : run<true, false>(s, n, p, g, states);
+      states[2] ? loop<true, true>(s, n, p, g, states) : loop<true, false>(s, n, p, g, states);
     else
-      states[2] ? run<false, true>(s, n, p, g, states) : run<false, false>(s, n, p, g, states);
+      states[2] ? loop<false, true>(s, n, p, g, states) : loop<false, false>(s, n, p, g, states);
   }
 };
 

@@ -26,9 +26,9 @@ struct SgdRule {
     return sgd_scalars<A>(h[0], h[1], h[2], h[3], h[4] != 0.0, r.step,
                           h[5] != 0.0 ? -r.multiplier : r.multiplier);
   }
-  template<class A>
-  static void run(const SgdScalars<A>& s, int, int64_t n, A* p, const A* g, A* const* states) {
-    A* buffer = states[0];
+  template<class A, class S, class P, class G, class T>
+  static void run(const S& s, int, int64_t n, P* p, const G* g, T* const* states) {
+    T* buffer = states[0];
     if (buffer)
       for_lanes<A>(n, [&](int64_t i, auto k) {
         vec<A> b = vload<A>(buffer + i, k);
