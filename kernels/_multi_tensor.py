@@ -34,6 +34,26 @@ def block_table(lengths: tuple[int, ...], block: int, device: torch.device) -> t
     return torch.stack([row, begin], 1).contiguous().to(device, non_blocking=True)
 
 
+def same_order(tensors, row_major):
+    """The tensors, of one shape, each as dense memory in one common order of elements: row-major, or that of the first
+    if it is dense. Those that do not have it are replaced by copies. None passes through."""
+    first = tensors[0]
+    if all(t is None or t.is_contiguous() for t in tensors):
+        return tensors
+    by_stride = sorted(range(first.dim()), key=lambda d: -first.stride(d))
+    if row_major or not first.permute(by_stride).is_contiguous():
+        strides = torch.empty(first.shape, device="meta").stride()
+    else:
+        strides = first.stride()
+
+    def align(t):
+        if t is None or t.stride() == strides:
+            return t
+        return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+    return [align(t) for t in tensors]
+
+
 def by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[int]]:
     """Indices of the tensors that have elements, grouped by dtype, in order."""
     groups: dict[torch.dtype, list[int]] = {}

@@ -1,8 +1,8 @@
 """Every Triton kernel compiles ahead of time for sm_80, sm_90 and sm_100: no spills, the instructions it is meant for.
 
 Each kernels/<op>.py lists its configurations in `AOT`: (kernel, {argument: type}, {constexpr: value}, warps, [PTX
-patterns]). A type "i32:16" is a multiple of 16. A pattern may start with an architecture and a
-colon ("90:wgmma"); without one it holds for all.
+patterns]), and compile options if it has any. A type "i32:16" is a multiple of 16. A pattern may start with an
+architecture and a colon ("90:wgmma"); without one it holds for all.
 """
 
 import json
@@ -26,13 +26,14 @@ from triton.compiler import ASTSource
 tools = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin")
 module = importlib.import_module("trainwright.kernels." + sys.argv[1])
 rows = []
-for number, (kernel, types, constants, warps, patterns) in enumerate(module.AOT):
+for number, (kernel, types, constants, warps, patterns, *options) in enumerate(module.AOT):
     signature = {name: types.get(name, "constexpr").split(":")[0] for name in kernel.arg_names}
     divisible = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
                  if types.get(n, "").startswith("*") or types.get(n, "").endswith(":16")}
     for arch in (80, 90, 100):
         source = ASTSource(kernel, signature, constants, attrs=divisible)
-        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+        chosen = {"num_warps": warps, **(options[0] if options else {})}
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=chosen)
         ptx = built.asm["ptx"]
         target = re.search(r"\\.target (sm_\\w+)", ptx).group(1)
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

@@ -40,6 +40,11 @@ def test_usual_kernels_and_driver(arch):
     run(arch, "tests/vgpu/compiled_triton.py")
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_optimizers_move_what_their_formats_say(arch):
+    run(arch, "tests/vgpu/compiled_optimizers.py")
+
+
 # The shared tables of the ops, with every check on: of each op what reaches every kernel and branch in one dtype, and
 # where the code differs by dtype, others. All of it: tests/vgpu_triton.py.
 REFERENCE = "matches_reference and bfloat16"
@@ -57,6 +62,8 @@ PARTS = {
     "ops/test_grad_norm.py": "triton",
     "ops/test_newton_schulz.py": "bfloat16 and (reference and (13 or 16 or 33) or batch)",
     "optim/test_muon.py": "(fp64 and bfloat16-bfloat16) or (bits_of_the_reference and bfloat16) or (skipped and later)",
+    "optim/test_ops.py": "adamw or split16",
+    "optim/test_op_arguments.py": "(adamw and (layout or shards)) or (lamb and groups)",
     "optim/test_adamw.py": "(fp64 and (float32-float32 or bfloat16-bfloat16 or float32-float64))"
     " or (bfloat16 and (clipping or skipped))",
 }  # fmt: skip

@@ -52,7 +52,7 @@ STEP = define(OP)
     "adamw",
     Candidate("cpu", FLOAT_DTYPES),
     Candidate("cuda", FLOAT_DTYPES, lacks=FORMATS),
-    Candidate("triton", FLOAT_DTYPES, lacks=FORMATS),
+    Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
 def adamw_(

@@ -1,0 +1,116 @@
+"""Compiled Triton optimizers on the virtual GPU: what they move per parameter, and how many launches they need.
+
+test_triton.py runs this file in a process of its own, since it needs Triton's compiler (TRITON_INTERPRET=0).
+"""
+
+import os
+
+import pytest
+import torch
+from numerics import same_bits
+from optim.op_cases import Format, make
+from trainwright import vgpu
+
+ARCH = os.environ.get("VGPU_ARCH", "sm_90a")
+N = 4 * 32768  # chunks of programs that do as much as those of a large tensor
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def counters(case, monkeypatch, **device):
+    """Runs the case; counts by kernel."""
+    address_of, found = torch.Tensor.data_ptr, {}
+    monkeypatch.setattr(
+        torch.Tensor, "data_ptr", lambda t: found.setdefault(id(t), t) is t and address_of(t)
+    )
+    d = vgpu.Device(ARCH, count=True, **device)
+    monkeypatch.setattr(d, "_memory", found.values())
+    with d:
+        case.run("triton")
+    return d.counters
+
+
+def at_a_sector(t):
+    """A copy of t that begins at a sector, as memory of a GPU's allocator does."""
+    whole = torch.empty(t.nbytes + 32, dtype=torch.uint8)
+    start = -whole.data_ptr() % 32
+    return whole[start : start + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+
+
+def large(name, form, flags=0):
+    case = make(name, [(N,)], form, flags=flags, lost=False)
+    for tensors in (case.params, case.grads, case.masters, case.states):
+        tensors[:] = [at_a_sector(t) for t in tensors]
+    return case
+
+
+@pytest.fixture
+def full_chunks(monkeypatch):
+    """A few programs that do what each of thousands does in a large tensor."""
+    import trainwright.kernels._optimizer as driver
+
+    monkeypatch.setattr(driver, "PROGRAMS", 1)
+
+
+BOUNDS = [
+    ("adamw", Format(F32, F32), 0, 28),
+    ("adamw", Format(F32, F32), 7, 36),  # AMSGrad
+    ("adamw", Format(BF16, BF16, "fp32"), 0, 28),
+    ("adamw", Format(BF16, BF16, "split16"), 0, 26),
+    ("adamw", Format(BF16, BF16, "split16", "bf16", True), 0, 18),
+    ("adamw", Format(BF16, BF16, "none", "bf16", True), 0, 14),
+    ("lion", Format(F32, F32), 0, 20),
+    ("sgd", Format(F32, F32), 1, 20),
+    ("sgd", Format(F32, F32), 0, 12),
+    ("rmsprop", Format(F32, F32), 0, 20),
+    ("lamb", Format(F32, F32), 0, 40),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "flags", "bound"), BOUNDS, ids=str)
+def test_bytes_are_those_of_the_formats_in_whole_sectors(
+    name, form, flags, bound, monkeypatch, full_chunks
+):
+    kernels = counters(large(name, form, flags), monkeypatch, check=False)
+    total = sum(k.global_bytes for k in kernels)
+    sectors = sum(k.global_sectors for k in kernels)
+    assert total / N <= 1.01 * bound, f"{total / N:.3f} bytes, bound {bound}"
+    assert total / (32 * sectors) >= 0.99, f"{total / (32 * sectors):.4f}"
+    assert sum(k.local_bytes for k in kernels) == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "bound"),
+    [
+        (Format(BF16, BF16, "none", "int8", True), 10 + 4 * 4 / 256),
+        (Format(F32, F32, "none", "int8"), 16 + 4 * 4 / 256),
+    ],
+    ids=str,
+)
+def test_bytes_with_int8_states(form, bound, monkeypatch, full_chunks):
+    """Every warp reads the scale of its block, a sector, once more than DRAM does."""
+    k = counters(large("adamw", form), monkeypatch, check=False)["_step_kernel"]
+    assert k.global_bytes / N <= 1.01 * bound and k.local_bytes == 0
+    assert k.footprint_bytes / N <= 1.001 * bound
+    assert k.sector_efficiency >= 0.94
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_one_launch_for_all_tensors_and_groups(name, monkeypatch):
+    sizes = [(4 * (j % 7),) for j in range(300)] + [(0,), (1300 * 4,)]  # many without elements
+    case = make(name, sizes, Format(F32, F32), flags=0)
+    row = case.hyper[0]
+    case.hyper = torch.stack([row * (1 + 0.5 * j / len(sizes)) for j in range(len(sizes))])
+    case.hyper[:, 1:3] = row[1:3]
+    case.spec = [s | j << 8 for j, s in enumerate(case.spec)]
+    for j, step in enumerate(case.steps):
+        step.fill_(j)
+    want = case.clone().run("torch")
+    kernels = counters(case, monkeypatch)
+    launches = sorted((k.name, k.launches) for k in kernels)
+    twice = [("_rate_kernel", 1), ("_step_kernel", 1)] * (name == "lamb")
+    assert launches == [("_prepare_kernel", 1), *twice, ("_step_kernel", 1)]
+    for ours, reference in zip(case.results(), want.results(), strict=True):
+        if name == "lamb":
+            torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
+        else:
+            assert same_bits(ours, reference)
