@@ -12,8 +12,8 @@ def philox_block(seed, block, stream):
     `seed`, `block` and `stream` are 64-bit (a tensor or a scalar each); the result is four uint32 tensors.
     """
     # Adding to a zero of the block's shape makes every counter word as large as the block.
-    block = tl.to_tensor(block).to(tl.uint64)
-    stream = tl.to_tensor(stream).to(tl.uint64) + (block ^ block)
+    block = tl.cast(block, tl.uint64)
+    stream = tl.cast(stream, tl.uint64) + (block ^ block)
     return tl.philox(
         seed,
         (block & 0xFFFFFFFF).to(tl.uint32),

@@ -21,9 +21,9 @@ COMPILE = """
 import importlib, json, os, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-tools = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin")
 module = importlib.import_module("trainwright.kernels." + sys.argv[1])
 rows = []
 for number, (kernel, types, constants, warps, patterns, *options) in enumerate(module.AOT):
@@ -39,8 +39,7 @@ for number, (kernel, types, constants, warps, patterns, *options) in enumerate(m
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
             file.write(ptx)
             file.flush()
-            ptxas = os.path.join(tools, "ptxas-blackwell" if arch >= 100 else "ptxas")
-            report = subprocess.run([ptxas, "-v", "--gpu-name", target, file.name, "-o", os.devnull],
+            report = subprocess.run([get_ptxas(arch).path, "-v", "--gpu-name", target, file.name, "-o", os.devnull],
                                     capture_output=True, text=True, check=True).stderr
         spills = sum(int(n) for n in re.findall(r"(\\d+) bytes spill", report))
         missing = [p for p in patterns if (p.split(":")[0] == str(arch) or not p[:2].isdigit())
