@@ -242,7 +242,8 @@ def _step_kernel(
 
         words = tl.zeros((BLOCKS, BLOCK), tl.uint32)
         if STOCHASTIC:
-            words = stochastic_words(seed, offset + start, step, BLOCKS, BLOCK, ALIGNED)
+            QUADS: tl.constexpr = ALIGNED or STATE == INT8  # then offset is a multiple of 256
+            words = stochastic_words(seed, offset + start, step, BLOCKS, BLOCK, QUADS)
         if PASS != PARAMETER:
             if STATE == INT8:
                 tl.debug_barrier()  # every thread has read its block's scale
@@ -358,7 +359,8 @@ def constants(op, form):
     return {
         "P": TL_DTYPES[form.p], "G": TL_DTYPES[form.g], "ACC": acc_type(form.p), "MASTER": form.master,
         "STATE": form.state, "SLOTS": form.slots, "SIGNED": sum(s.signed << i for i, s in enumerate(op.states)),
-        "STOCHASTIC": form.stochastic, "ALIGNED": form.aligned, "TILE": TILE,
+        "STOCHASTIC": form.stochastic, "ALIGNED": form.aligned,
+        "TILE": TILE if form.aligned else TILE // 2,  # more registers for addresses
     }  # fmt: skip
 
 

@@ -39,11 +39,11 @@ def _float(bits):
 
 @triton.jit
 def stochastic_words(
-    seed, first, step, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr
+    seed, first, step, ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUADS: tl.constexpr
 ):
-    """The random words of elements first ... first + ROWS * COLUMNS - 1. ALIGNED: `first` is a multiple of 4, so that
+    """The random words of elements first ... first + ROWS * COLUMNS - 1. QUADS: `first` is a multiple of 4, so that
     one call of Philox serves four neighbours."""
-    if ALIGNED:
+    if QUADS:
         block = (first >> 2) + tl.arange(0, ROWS * COLUMNS // 4)
         a, b, c, d = philox_block(seed, block, step.to(tl.int64))
         words = tl.join(tl.join(a, c), tl.join(b, d))  # [block, word >> 1, word & 1]
