@@ -90,7 +90,9 @@ class Plan:
                 dicts, tensors = plan.tensors.setdefault(key, ([], []))
                 dicts.append(state)
                 tensors.append(state[key])
-                columns.setdefault(key, [0] * count)[i] = state[key].data_ptr()
+                if key not in columns:
+                    columns[key] = [0] * count
+                columns[key][i] = state[key].data_ptr()
         nothing = [0] * count
         value_columns = [columns.get(name, nothing) for name in order]
         scale_columns = [columns.get(name + "_scale", nothing) for name in order]
