@@ -50,7 +50,7 @@ void check(const Program& program, const Launch& launch) {
   if (k.cluster[0] && (k.cluster[0] != launch.cluster[0] || k.cluster[1] != launch.cluster[1] ||
                        k.cluster[2] != launch.cluster[2]))
     fail("the kernel requires a cluster of " + shape(k.cluster) + ", got " + shape(launch.cluster));
-  if (launch.blocks_per_cluster() > 16) fail("a cluster has at most 16 blocks");
+  if (product(launch.cluster) > 16) fail("a cluster has at most 16 blocks");
   constexpr uint32_t kMaxShared = 227 * 1024;
   const uint32_t shared =
       (launch.dynamic_shared ? program.dynamic_shared_base() : program.static_shared_end) -

@@ -241,7 +241,7 @@ constexpr uint32_t nth_set(uint32_t mask, uint32_t base, int32_t offset) {
   if (base > 31) return 0xffffffff;
   if (offset == 0) return mask >> base & 1 ? base : 0xffffffff;
   const int step = offset > 0 ? 1 : -1;
-  int32_t left = offset > 0 ? offset : -offset;
+  int64_t left = offset > 0 ? int64_t{offset} : -int64_t{offset};
   for (int at = static_cast<int>(base); at >= 0 && at < 32; at += step)
     if (mask >> at & 1 && --left == 0) return static_cast<uint32_t>(at);
   return 0xffffffff;

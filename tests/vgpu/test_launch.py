@@ -81,6 +81,8 @@ def test_a_view_bounds_the_access(module):
         ({"smem": 300_000}, "bytes of shared memory, at most"),
         ({"smem": -1}, "smem: expected a non-negative int"),
         ({"cluster": 2}, "is not a multiple of the cluster"),
+        ({"grid": 32, "cluster": 32}, "at most 16 blocks"),
+        ({"grid": (1 << 30, 4), "cluster": (1 << 30, 4)}, "at most 16 blocks"),  # 2^32
     ],
 )
 def test_launch_errors(module, change, message):
