@@ -142,7 +142,8 @@ class NinjaBuild(build_ext):
         if torch is not None and reasons["cpu"] is None:
             modules.append(cpu_module(torch, out_dir))
             # _host and _vgpu serve tests and kernel authors, for one Python version: not in wheels, which are for all.
-            if (self.inplace or self.editable_mode) and pybind_include() is not None:
+            here = self.inplace or self.editable_mode or os.environ.get("TRAINWRIGHT_SANITIZE")
+            if here and pybind_include() is not None:
                 modules.append(host_module(out_dir))
                 modules.append(vgpu_module(out_dir))
             if reasons["cuda"] is None:
@@ -338,8 +339,9 @@ def run_ninja(modules, folder="ninja"):
 
 def ninja_text(modules, work, debug, sanitize):
     san = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"] if sanitize else []
-    optimise = ["-O1", "-g"] if debug or sanitize else ["-O3"]
-    cxx = [*CXX_FLAGS.split(), *optimise, *WARNINGS.split(), *san]
+    optimise = ["-O1", "-g1" if sanitize else "-g"] if debug or sanitize else ["-O3"]
+    checks = ["-D_GLIBCXX_ASSERTIONS"] if sanitize else []  # indices within what a vector holds
+    cxx = [*CXX_FLAGS.split(), *optimise, *WARNINGS.split(), *san, *checks]
     cxx.append("-DTW_DEBUG" if debug else "-DNDEBUG")
     nvcc_host = "-fPIC,-fvisibility=hidden,-Wall,-Wno-unknown-pragmas"
     lines = [
