@@ -128,6 +128,28 @@ def test_a_missing_wait_shows(missing):
         run()
 
 
+def test_lost_updates_are_counted_over_all_chunks_and_shards_keep_their_place():
+    options = {
+        "master_weights": "none",
+        "state_dtype": "int8",
+        "stochastic_rounding": True,
+        "count_lost_updates": True,
+    }
+    a, b = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    for params in (a, b):
+        params[4].shard_offset = 512
+    plain = CLASSES["AdamW"](a, lr=1e-4, **options)
+    inner = CLASSES["AdamW"](b, lr=1e-4, **options)
+    offloaded = tw.optim.Offload(inner, chunk_mb=SMALL, engine=Scrambled())
+    for step in range(2):
+        for optimizer, params in ((plain, a), (offloaded, b)):
+            gradients(params, step)
+            optimizer.step()
+        fraction = plain.last_step.lost_update_fraction
+        assert fraction > 0.1 and same_bits(fraction, offloaded.last_step.lost_update_fraction)
+    assert_same_run(a, plain, b, offloaded)
+
+
 def test_the_optimizer_s_state_moves_to_the_host():
     a, b = parameters(torch.bfloat16), parameters(torch.bfloat16)
     plain, other = tw.optim.AdamW(a, lr=0.1), tw.optim.AdamW(b, lr=0.1)
