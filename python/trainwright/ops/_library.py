@@ -5,6 +5,7 @@ The C++ libraries only add kernels for the CPU and CUDA keys, so an install with
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +58,27 @@ def define_backends(kernel_file: str, schema: str, reference: Op, fake: Op) -> d
         LIBRARY.impl(triton_name, launch, key)
     torch.library.register_fake(f"trainwright::{triton_name}", fake, lib=LIBRARY)
     triton = getattr(torch.ops.trainwright, triton_name).default
-    return {"cpu": plain, "cuda": plain, "triton": triton, "torch": reference}
+    return {"cpu": plain, "cuda": plain, "triton": triton, "torch": _traceable(reference)}
+
+
+def _traceable(reference: Op) -> Op:
+    """`reference` for use in an autograd function that is compiled.
+
+    torch 2.11's compiler takes the gradient as zero, without a word, where a forward returns a cast that changes
+    nothing
+    (``y.to(y.dtype)``); a view of it is traced rightly.
+    """
+
+    @functools.wraps(reference)
+    def run(*args: Any) -> Any:
+        result = reference(*args)
+        if not torch.compiler.is_compiling():
+            return result
+        if isinstance(result, torch.Tensor):
+            return result.view_as(result)
+        return None if result is None else tuple(x.view_as(x) for x in result)
+
+    return run
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
