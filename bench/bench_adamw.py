@@ -8,7 +8,18 @@ BLOCK = [(768,), (768,), (2304, 768), (2304,), (768, 768), (768,),
          (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)]  # fmt: skip
 GPT2 = [(50257, 768), (1024, 768), *(BLOCK * 12), (768,), (768,)]
 SMALL = [(1024,)] * 1000
-SHAPES = {"gpt2-124m": GPT2, "1000 x 1024": SMALL}
+SHAPES = {"gpt2-124m": GPT2, "1000 x 1024": SMALL, "1 x 1024000": [(1024000,)]}
+F32, BF16 = torch.float32, torch.bfloat16
+FORMATS = {  # parameter, gradient, master, state, bytes per parameter
+    "fp32": (F32, F32, "none", F32, 28),
+    "bf16, fp32 master": (BF16, BF16, "fp32", F32, 28),
+    "bf16, fp32 master and gradient": (BF16, F32, "fp32", F32, 30),
+    "all bf16": (BF16, BF16, "none", BF16, 14),
+    "all bf16, stochastic": (BF16, BF16, "none", BF16, 14),
+    "split16, bf16 state": (BF16, BF16, "split16", BF16, 18),
+    "fp32, int8 state": (F32, F32, "none", "int8", 16 + 4 / 64),
+    "bf16, int8 state": (BF16, BF16, "none", "int8", 10 + 4 / 64),
+}
 
 
 def parameters(shapes, device, dtype=torch.float32):
@@ -136,3 +147,26 @@ def test_adamw_amp(compare, device):
         bytes_moved=32 * n,
         before=restore,
     )
+
+
+def elements(device):
+    """512M where 24 bytes each fit into the free memory, else the largest power of two that does; 16M on a CPU."""
+    if device.type != "cuda":
+        return 1 << 24
+    free = torch.cuda.mem_get_info(device)[0] - (4 << 30)  # the bound's buffers
+    return min(1 << 29, 1 << max(20, (free // 24).bit_length() - 1))
+
+
+@pytest.mark.parametrize("label", FORMATS)
+def test_adamw_formats(compare, device, label):
+    """One large tensor in each storage format, against a copy of as many bytes (tests hold the results)."""
+    dtype, grad, master, state, per_element = FORMATS[label]
+    n = elements(device)
+    p = torch.ones(n, dtype=dtype, device=device, requires_grad=True)
+    p.grad_dtype = None
+    p.grad = torch.full((n,), 0.5, dtype=grad, device=device)
+    optimizer = tw.optim.AdamW(
+        [p], master_weights=master, state_dtype=state, stochastic_rounding="stochastic" in label
+    )
+    calls = {"trainwright": stepping([p], optimizer.step)}
+    compare("adamw", f"step, {label}", (n,), dtype, calls, None, bytes_moved=per_element * n)

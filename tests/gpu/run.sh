@@ -60,7 +60,9 @@ step virtual_gpu 60 "$python" -m pytest tests/gpu -q
 if [ $dry -eq 1 ]; then
   step bench 120 "$python" -m bench grad_norm --quick --device cpu --seconds 0.1
 else
-  step bench 140 "$python" -m bench rms_norm layer_norm cross_entropy rope glu adamw flash_attention linear --quick --device cuda
+  step bench 85 "$python" -m bench rms_norm layer_norm cross_entropy rope glu flash_attention linear --quick --device cuda
+  # Each storage format at 512M parameters as a fraction of copy bandwidth; 1000 small tensors beside one of their size.
+  step bench_adamw 60 "$python" -m bench adamw --quick --device cuda
 fi
 cp bench/results/*.csv bench/results/README.md "$out/" 2>/dev/null
 say "$failed failed, $((SECONDS - begin)) s; results in $out"

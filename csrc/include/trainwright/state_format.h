@@ -80,7 +80,9 @@ TW_HD U split16_remainder(U bits) {
 // The random word of element `index` of the whole parameter (row-major) in step `step`.
 TW_HD uint32_t stochastic_word(uint64_t seed, int64_t index, double step) {
   const uint64_t i = static_cast<uint64_t>(index);
-  return philox_block(seed, i >> 2, static_cast<uint64_t>(step)).v[i & 3];
+  const Philox4 x = philox_block(seed, i >> 2, static_cast<uint64_t>(step));
+  const uint32_t even = i & 2 ? x.v[2] : x.v[0], odd = i & 2 ? x.v[3] : x.v[1];
+  return i & 1 ? odd : even;  // an index would put the four into local memory on a GPU
 }
 template<class U>
 TW_HD U parameter_noise(U word) {

@@ -252,9 +252,6 @@ def needs(specs: Sequence[Spec], lost: bool) -> dict[str, int]:
     return {name: 1 for name, value in used.items() if value}
 
 
-FORMATS = ("split16", "bf16_state", "int8_state", "stochastic_rounding", "lost_updates")
-
-
 def call(
     op: OptimizerOp, table: dict[str, Callable[..., None]], params: Sequence[Tensor], grads: Sequence[Tensor],
     states: Mapping[str, Sequence[Tensor] | None], steps: Sequence[Tensor], hyper: Sequence[float], *,

@@ -39,6 +39,7 @@ STEP = define(OP)
 @dispatch.register(
     "adam",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_bool, check_number
-from trainwright.ops._optimizer import FORMATS, OptimizerOp, State, call, check_below_one, define
+from trainwright.ops._optimizer import OptimizerOp, State, call, check_below_one, define
 from trainwright.ops._optimizer_formats import sqrt
 
 __all__ = ["adamw_"]
@@ -51,7 +51,7 @@ STEP = define(OP)
 @dispatch.register(
     "adamw",
     Candidate("cpu", FLOAT_DTYPES),
-    Candidate("cuda", FLOAT_DTYPES, lacks=FORMATS),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )

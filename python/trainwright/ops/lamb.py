@@ -46,6 +46,7 @@ STEP = define(OP)
 @dispatch.register(
     "lamb",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )

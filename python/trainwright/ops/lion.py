@@ -40,6 +40,7 @@ STEP = define(OP)
 @dispatch.register(
     "lion",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )

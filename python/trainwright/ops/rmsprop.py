@@ -52,6 +52,7 @@ STEP = define(OP)
 @dispatch.register(
     "rmsprop",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )

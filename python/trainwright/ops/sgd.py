@@ -44,6 +44,7 @@ STEP = define(OP)
 @dispatch.register(
     "sgd",
     Candidate("cpu", FLOAT_DTYPES),
+    Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )

@@ -1,0 +1,120 @@
+// LAMB over a list of tensors on CUDA (formula in trainwright/lamb.h, driver in cuda/optimizer.cuh).
+//
+// moments  updates m and v, and adds up the squares of p and of the direction u for each unit, in double.
+// rate     one block per tensor adds up its units in order: the same bits for any launch and device.
+// apply    recomputes u and updates p.
+// Bytes per parameter: fp32 40, 24 in the first pass and 16 in the last. Bound: memory bandwidth. Counted
+// on the virtual GPU; not yet timed on a GPU.
+//
+// build: no fused multiply-add
+#include "trainwright/lamb.h"
+
+#include "cuda/optimizer_binding.cuh"
+
+namespace tw {
+
+struct LambRule {
+  // lr, beta1, beta2, eps, weight decay, maximize; states: m, v
+  static constexpr OptimizerInfo info = {6, 2, {{true, 0}, {false, 0}}};
+  template<class A>
+  static __device__ __forceinline__ LambScalars<A> scalars(const double* h, double step,
+                                                           double multiplier) {
+    return lamb_scalars<A>(h[1], h[2], h[3], h[4], step, multiplier);
+  }
+};
+
+// squares: two for each unit.
+template<class A, bool kExtra>
+__global__ void __launch_bounds__(kOptimizerThreads,
+                                  (kBlocksPerMultiprocessor<LambRule, A, kExtra>))
+    lamb_moments_kernel(const OptimizerTable table, const OptimizerStep step, double* squares) {
+  if (skipped(step.control)) return;
+  for_units(table, [&](const TableRow& row, int64_t begin, int n, int64_t unit) {
+    const auto& k = reinterpret_cast<const LambScalars<A>&>(row.scalars);
+    double p_squares = 0.0, u_squares = 0.0;
+    for_tiles<LambRule, A, kExtra>(row, step.seed, begin, n, [&](auto& t) {
+      t.template open<true>();
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) lamb_moments(t.g[i], t.s[0][i], t.s[1][i], k);
+      t.template close_states<true>();
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) {
+        if (!t.has(i)) continue;
+        const double p = t.p[i], u = lamb_direction(t.p[i], t.s[0][i], t.s[1][i], k);
+        p_squares += p * p;
+        u_squares += u * u;
+      }
+    });
+    p_squares = warp_sum(p_squares);
+    u_squares = warp_sum(u_squares);
+    if (threadIdx.x % 32 == 0) reinterpret_cast<double2*>(squares)[unit] = {p_squares, u_squares};
+  });
+}
+
+static __global__ void __launch_bounds__(kSumThreads, 1)
+    lamb_rate_kernel(const OptimizerTable table, const double* squares, const double* control) {
+  if (skipped(control)) return;
+  TableRow& row = table.rows[blockIdx.x];
+  const int64_t units = (row.n + kUnit - 1) / kUnit;
+  double sums[2] = {0.0, 0.0};
+  for (int64_t i = threadIdx.x; i < units; i += kSumThreads) {
+    const double2 one = reinterpret_cast<const double2*>(squares)[row.first_unit + i];
+    sums[0] += one.x;
+    sums[1] += one.y;
+  }
+  block_pair_sum(sums);
+  if (threadIdx.x == 0) row.rate = lamb_rate(row.hyper[0], sums[0], sums[1]);
+}
+
+template<class A, bool kExtra>
+__global__ void __launch_bounds__(kOptimizerThreads,
+                                  (kBlocksPerMultiprocessor<LambRule, A, kExtra>))
+    lamb_apply_kernel(const OptimizerTable table, const OptimizerStep step) {
+  if (skipped(step.control)) return;
+  int64_t counts[2] = {0, 0};
+  for_units(table, [&](const TableRow& row, int64_t begin, int n, int64_t) {
+    const auto& k = reinterpret_cast<const LambScalars<A>&>(row.scalars);
+    const A rate = static_cast<A>(row.rate);
+    for_tiles<LambRule, A, kExtra>(row, step.seed, begin, n, [&](auto& t) {
+      t.template open<false>();
+      A before[kPer];
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) {
+        before[i] = t.p[i];
+        const A u = lamb_direction(t.p[i], t.s[0][i], t.s[1][i], k);
+        t.p[i] = lamb_apply(t.p[i], u, rate);
+      }
+      t.close_parameter();
+      if constexpr (kExtra) {
+        if (step.lost) t.count_lost(before, counts);
+      }
+    });
+  });
+  if constexpr (kExtra) store_lost(step.lost, counts);
+}
+
+// ---- launcher and binding -----------------------------------------------------------------------
+
+// squares: two for each unit.
+template<class A, bool kExtra>
+void launch_lamb(const OptimizerTable& table, const OptimizerStep& step, double* squares,
+                 cudaStream_t stream) {
+  const unsigned blocks = optimizer_blocks<LambRule, A, kExtra>(table.units);
+  lamb_moments_kernel<A, kExtra><<<blocks, kOptimizerThreads, 0, stream>>>(table, step, squares);
+  lamb_rate_kernel<<<table.count, kSumThreads, 0, stream>>>(table, squares, step.control);
+  lamb_apply_kernel<A, kExtra><<<blocks, kOptimizerThreads, 0, stream>>>(table, step);
+}
+
+namespace {
+void lamb_step(const OptimizerArguments& a) {
+  optimizer_cuda<LambRule>(a, [&](auto acc, auto extra, const OptimizerTable& table,
+                                  const OptimizerStep& step, cudaStream_t stream) {
+    const Tensor squares = empty({table.units, 2}, a.params[0], ScalarType::Double);
+    launch_lamb<decltype(acc), decltype(extra)::value>(
+        table, step, static_cast<double*>(device_data(squares)), stream);
+  });
+}
+}  // namespace
+}  // namespace tw
+
+TW_CUDA_OPTIMIZER(lamb, lamb_step)

@@ -1,0 +1,29 @@
+// Lion over a list of tensors on CUDA (formula in trainwright/lion.h, driver in cuda/optimizer.cuh).
+//
+// Bytes per parameter: fp32 20, all bf16 10. Bound: memory bandwidth. Counted on the virtual GPU; not yet
+// timed on a GPU.
+//
+// build: no fused multiply-add
+#include "trainwright/lion.h"
+
+#include "cuda/optimizer_binding.cuh"
+
+namespace tw {
+
+struct LionRule {
+  // lr, beta1, beta2, weight decay, maximize; state: m
+  static constexpr OptimizerInfo info = {5, 1, {{true, 0}}};
+  template<class A>
+  static __device__ __forceinline__ LionScalars<A> scalars(const double* h, double,
+                                                           double multiplier) {
+    return lion_scalars<A>(h[0], h[1], h[2], h[3], multiplier);
+  }
+  template<class A, class S>
+  static __device__ __forceinline__ A update(A p, A g, A* s, int, const S& k) {
+    return lion_update(p, g, s[0], k);
+  }
+};
+
+}  // namespace tw
+
+TW_CUDA_OPTIMIZER(lion, optimizer_cuda<LionRule>)
