@@ -20,7 +20,13 @@ struct RmspropRule {
   }
   template<class A, class S>
   static __device__ __forceinline__ A update(A p, A g, A* s, int flags, const S& k) {
-    return rmsprop_update(p, g, s[0], flags & 1 ? s + 1 : nullptr, flags & 2 ? s + 2 : nullptr, k);
+    A *b = s + 1, *a = s + 2,
+      *none = nullptr;  // a pointer chosen at run time would need local memory
+    if (flags & 1)
+      return flags & 2 ? rmsprop_update(p, g, s[0], b, a, k)
+                       : rmsprop_update(p, g, s[0], b, none, k);
+    return flags & 2 ? rmsprop_update(p, g, s[0], none, a, k)
+                     : rmsprop_update(p, g, s[0], none, none, k);
   }
 };
 
