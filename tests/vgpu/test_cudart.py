@@ -1,7 +1,6 @@
 """Programs that nvcc compiled, unmodified on the virtual GPU: what stands in for libcudart, and how it fails."""
 
 import ctypes
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def compile_program(folder, *flags):
         PROGRAM,
     ]
     command += ["-o", library, vgpu_backend.BUILD / "libtw_cudart.so"]
-    subprocess.run(command, check=True, capture_output=True)
+    vgpu_backend.compile_with(command)
     loaded = load_program(library)
     loaded.message.restype = ctypes.c_char_p
     loaded.run_scale.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int)
@@ -83,7 +82,8 @@ def test_dynamic_shared_memory_above_48_kib_wants_to_be_asked_for(program):
     assert b"cudaFuncAttributeMaxDynamicSharedMemorySize" in program.message(INVALID_VALUE)
     assert program.run_reverse(x.data_ptr(), 20000, True) == 0
     assert torch.equal(x, torch.arange(19999, -1, -1, dtype=torch.int32))
-    assert program.run_reverse(x.data_ptr(), 50000, True) == INVALID_VALUE
+    too_many = torch.zeros(50000, dtype=torch.int32)
+    assert program.run_reverse(too_many.data_ptr(), 50000, True) == INVALID_VALUE
 
 
 @pytest.mark.parametrize(("grid", "threads"), [(0, 32), (1, 0), (1, 1025)])
