@@ -41,8 +41,7 @@ info: setup
 setup: $(VENV)/.built
 
 # The tests of the CPU ops and of the virtual GPU on modules built with AddressSanitizer and UBSan, beside the normal
-# build. Python itself is not instrumented, so leaks are not looked for; reports go to the terminal past pytest. Programs
-# of test_cudart.py are loaded with RTLD_DEEPBIND, which the sanitizers refuse.
+# build. Python itself is not instrumented, so leaks are not looked for; reports go to the terminal past pytest.
 SANITIZED_PYTEST = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=$(SANITIZED) \
 	$(PY) -m pytest -m "not slow and not gpu" --timeout=900 --capture=sys
@@ -51,7 +50,7 @@ sanitize: setup
 	TRAINWRIGHT_SANITIZE=address,undefined,float-cast-overflow TRAINWRIGHT_BUILD=cpu \
 	$(PY) setup.py -q build --build-lib $(SANITIZED)
 	$(SANITIZED_PYTEST) tests/ops tests/optim -k "not triton and not compile and not vgpu"
-	$(SANITIZED_PYTEST) tests/vgpu --ignore tests/vgpu/test_cudart.py -k "not triton"
+	$(SANITIZED_PYTEST) tests/vgpu -k "not triton"
 
 # ---- the environment. What changes an answer is kept in a stamp, so that a second call does nothing.
 

@@ -37,7 +37,10 @@ _PROPERTIES = {
 
 def load_program(path: Path) -> ctypes.CDLL:
     """A library that was linked with libtw_cudart.so; bound to it even in a process that has a real libcudart."""
-    return ctypes.CDLL(str(path), mode=os.RTLD_NOW | getattr(os, "RTLD_DEEPBIND", 0))
+    # AddressSanitizer refuses RTLD_DEEPBIND.
+    sanitized = "libasan" in os.environ.get("LD_PRELOAD", "")
+    mode = os.RTLD_NOW if sanitized else os.RTLD_NOW | getattr(os, "RTLD_DEEPBIND", 0)
+    return ctypes.CDLL(str(path), mode=mode)
 
 
 class _Range(ctypes.Structure):
