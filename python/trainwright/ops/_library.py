@@ -65,8 +65,7 @@ def _traceable(reference: Op) -> Op:
     """`reference` for use in an autograd function that is compiled.
 
     torch 2.11's compiler takes the gradient as zero, without a word, where a forward returns a cast that changes
-    nothing
-    (``y.to(y.dtype)``); a view of it is traced rightly.
+    nothing (``y.to(y.dtype)``); a view of it is traced rightly.
     """
 
     @functools.wraps(reference)
