@@ -27,8 +27,8 @@ struct AdamRule {
                            h[6] != 0.0 ? -r.multiplier : r.multiplier);
   }
   template<class A, class S, class P, class G, class T>
-  static void run(const S& s, int flags, int64_t n, P* p, const G* g, T* const* states) {
-    adam_run<A>(flags, n, p, g, states, [&](auto x, auto grad, auto& m, auto& v, auto largest) {
+  static void run(const S& s, int flags, int64_t n, P p, G g, const T* states) {
+    adam_run<A>(flags, n, p, g, states, [s](auto x, auto grad, auto& m, auto& v, auto largest) {
       return adam_update(x, grad, m, v, s, largest);
     });
   }

@@ -15,23 +15,29 @@ namespace {
 
 // update(p, g, m, v, largest) returns the new p.
 template<bool kAmsgrad, class A, class P, class G, class T, class Update>
-void adam_run(int64_t n, P* p, const G* g, T* const* states, Update&& update) {
-  for_lanes<A>(n, [&](int64_t i, auto k) {
-    vec<A> m = vload<A>(states[0] + i, k), v = vload<A>(states[1] + i, k);
-    const vec<A> q = update(vload<A>(p + i, k), vload<A>(g + i, k), m, v, [&](vec<A> x) {
-      if constexpr (kAmsgrad) {
-        x = vmax<A>(vload<A>(states[2] + i, k), x);
-        vstore<A>(states[2] + i, x, k);
-      }
-      return x;
-    });
-    vstore<A>(states[0] + i, m, k);
-    vstore<A>(states[1] + i, v, k);
-    vstore<A>(p + i, q, k);
-  });
+void adam_run(int64_t n, P p, G g, const T* states, Update update) {
+  // Everything by value: what a store may reach would be loaded again after it.
+  for_operands<A, P, G, T>(
+      n, [=, sm = states[0], sv = states[1], sh = states[2]](int64_t i, auto k) {
+        auto x = vload<A>(p + i, k), m = vload<A>(sm + i, k), v = vload<A>(sv + i, k);
+        auto grad = vload<A>(g + i, k), h = v;
+        if constexpr (kAmsgrad) h = vload<A>(sh + i, k);
+        each(
+            [=](auto& x, auto& grad, auto& m, auto& v, auto& h) {
+              x = update(x, grad, m, v, [&](vec<A> y) {
+                if constexpr (kAmsgrad) y = h = vmax<A>(h, y);
+                return y;
+              });
+            },
+            x, grad, m, v, h);
+        if constexpr (kAmsgrad) vstore<A>(sh + i, h, k);
+        vstore<A>(sm + i, m, k);
+        vstore<A>(sv + i, v, k);
+        vstore<A>(p + i, x, k);
+      });
 }
 template<class A, class P, class G, class T, class Update>
-void adam_run(int flags, int64_t n, P* p, const G* g, T* const* states, Update&& update) {
+void adam_run(int flags, int64_t n, P p, G g, const T* states, Update update) {
   flags & 1 ? adam_run<true, A>(n, p, g, states, update)
             : adam_run<false, A>(n, p, g, states, update);
 }

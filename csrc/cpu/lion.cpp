@@ -26,7 +26,7 @@ struct LionRule {
     return lion_scalars<A>(h[0], h[1], h[2], h[3], h[4] != 0.0 ? -r.multiplier : r.multiplier);
   }
   template<class A, class S, class P, class G, class T>
-  static void run(const S& s, int, int64_t n, P* p, const G* g, T* const* states) {
+  static void run(const S& s, int, int64_t n, P p, G g, const T* states) {
     for_lanes<A>(n, [&](int64_t i, auto k) {
       vec<A> m = vload<A>(states[0] + i, k);
       vstore<A>(p + i, lion_update(vload<A>(p + i, k), vload<A>(g + i, k), m, s), k);

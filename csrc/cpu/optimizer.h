@@ -5,12 +5,13 @@
 // stay in L1. In a tile every operand is a run of fp32 (fp64 for fp64 parameters): in place if that is
 // how it is stored, otherwise in a buffer that is filled by a converter and written back by another
 // (cpu/optimizer_formats.h). So the code grows with the sum of the formats, not with their product;
-// any strides are matched by logical index, and nothing outside a view is touched.
+// any strides are matched by logical index, and nothing outside a view is touched. The common formats
+// of contiguous bf16 parameters need no buffers: the update loop converts in registers (`direct`).
 //
 // An op is an OptimizerInfo and a Rule:
 //   template<class A> static auto scalars(const OptimizerRow&)   what a tensor's elements share
 //   template<class A, class S, class P, class G, class T>
-//   static void run(const S& scalars, int flags, int64_t n, P* p, const G* g, T* const* states)
+//   static void run(const S& scalars, int flags, int64_t n, P p, G g, const T* states)
 //                                                updates p and the states; one that is missing is null
 #pragma once
 #include "cpu/kernel.h"
@@ -126,6 +127,11 @@ class Tile {
                  : nullptr;
     open_parameter();
     g = open_values(const_cast<void*>(r_.grad), r_.grad_dtype, r_.grad_layout, grad_);
+    open_states();
+  }
+  void open_only_states(int64_t begin, int64_t n) {  // of a parameter that is rounded to nearest
+    begin_ = begin;
+    n_ = n;
     open_states();
   }
   void open_states() {
@@ -260,11 +266,46 @@ void for_tiles(Tile<A>& tile, int64_t begin, int64_t end, bool whole, F&& body) 
   }
 }
 
-// Whether the step reads and writes nothing but contiguous bf16, rounded to nearest.
-inline bool all_bf16(const OptimizerRow& r) {
-  return r.dtype == DType::bf16 && r.grad_dtype == DType::bf16 &&
-         r.spec.master == MasterFormat::none && r.spec.state == StateFormat::bf16 &&
-         !r.spec.stochastic && contiguous(r);
+// Whether the update loop itself reads and writes the parameter and the gradient in their formats,
+// which takes no buffers: contiguous bf16, rounded to nearest.
+inline bool direct(const OptimizerRow& r) {
+  return r.dtype == DType::bf16 && r.grad_dtype == DType::bf16 && !r.spec.stochastic &&
+         contiguous(r);
+}
+template<class F>
+void with_direct_parameter(const OptimizerRow& r, F&& f) {
+  bf16* p = static_cast<bf16*>(r.param);
+  r.spec.master == MasterFormat::f32 ? f(WithMaster{p, static_cast<float*>(r.master)})
+  : r.spec.master == MasterFormat::split16
+      ? f(Split16{static_cast<uint16_t*>(r.param), static_cast<uint16_t*>(r.master)})
+      : f(p);
+}
+// fp32 or bf16 states, where they lie.
+template<class Rule, class T, class S>
+void direct_block(const OptimizerInfo& info, const OptimizerRow& r, const S& scalars, int64_t begin,
+                  int64_t end) {
+  T* states[kMaxStates];
+  for (int i = 0; i < kMaxStates; ++i)
+    states[i] = info.has(i, r.spec.flags) ? static_cast<T*>(r.state[i]) + begin : nullptr;
+  with_direct_parameter(r, [&](auto p) {
+    Rule::template run<float>(scalars, r.spec.flags, end - begin, p + begin,
+                              static_cast<const bf16*>(r.grad) + begin, states);
+  });
+}
+// 8-bit states, through buffers of their own.
+template<class Rule, class S>
+void direct_block8(const OptimizerInfo& info, const OptimizerRow& r, const S& scalars,
+                   int64_t begin, int64_t end) {
+  Tile<float> t(info, r, 0);
+  for (int64_t i = begin; i < end; i += kTile) {
+    const int64_t n = kTile < end - i ? kTile : end - i;
+    t.open_only_states(i, n);
+    with_direct_parameter(r, [&](auto p) {
+      Rule::template run<float>(scalars, r.spec.flags, n, p + i,
+                                static_cast<const bf16*>(r.grad) + i, t.s);
+    });
+    t.close_states();
+  }
 }
 
 template<class Rule, class A>
@@ -272,13 +313,11 @@ void optimizer_block(const OptimizerInfo& info, const OptimizerArgs& a, const Op
                      int64_t begin, int64_t end) {
   const auto scalars = Rule::template scalars<A>(r);
   if constexpr (sizeof(A) == 4) {
-    if (!a.lost && all_bf16(r)) {  // measured: without the buffers a third faster
-      bf16* states[kMaxStates];
-      for (int i = 0; i < kMaxStates; ++i)
-        states[i] = info.has(i, r.spec.flags) ? static_cast<bf16*>(r.state[i]) + begin : nullptr;
-      Rule::template run<A>(scalars, r.spec.flags, end - begin, static_cast<bf16*>(r.param) + begin,
-                            static_cast<const bf16*>(r.grad) + begin, states);
-      return;
+    if (!a.lost && direct(r)) {
+      const StateFormat state = r.spec.state;
+      return state == StateFormat::bf16   ? direct_block<Rule, bf16>(info, r, scalars, begin, end)
+             : state == StateFormat::full ? direct_block<Rule, float>(info, r, scalars, begin, end)
+                                          : direct_block8<Rule>(info, r, scalars, begin, end);
     }
   }
   Tile<A> t(info, r, a.seed);

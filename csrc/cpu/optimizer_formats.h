@@ -95,7 +95,7 @@ inline vu load_half(const uint16_t* in, K k) {
     memcpy(&h, in, sizeof h);
   else
     memcpy(&h, in, static_cast<size_t>(k) * 2);
-  return __builtin_convertvector(h, vu);
+  return widen_bits(h);
 }
 
 // n values of type T, widened or rounded to A.
@@ -141,19 +141,76 @@ inline void narrow_state_run(const float* x, int64_t n, const uint32_t* words, v
   });
 }
 
-// ---- split16 ------------------------------------------------------------------------------------
+}  // namespace
+
+// ---- parameters that are two arrays -------------------------------------------------------------
+// What an update loop may be given in place of a pointer: loads the master, stores it and the bf16
+// parameter.
+struct Split16 {
+  uint16_t *parameter, *remainder;
+  Split16 operator+(int64_t i) const { return {parameter + i, remainder + i}; }
+};
+template<>
+inline constexpr bool in_pairs<Split16> = true;
+struct WithMaster {
+  bf16* parameter;
+  float* master;
+  WithMaster operator+(int64_t i) const { return {parameter + i, master + i}; }
+};
+
+template<class A, class K>
+TW_HD vf vload(Split16 p, K k) {
+  return split16_join(load_half(p.parameter, k), load_half(p.remainder, k));
+}
+template<class A, class K>
+TW_HD void vstore(Split16 p, vf master, K k) {
+  const vu bits = split16_bits(master);
+  store_half(p.parameter, split16_parameter(bits), k);
+  store_half(p.remainder, split16_remainder(bits), k);
+}
+// The same in 16 bits: the master's high half is the parameter, less one where the remainder is
+// negative.
+template<class A>
+TW_HD EvenOdd vload(Split16 p, Pairs) {
+  halves high, low;
+  memcpy(&high, p.parameter, sizeof high);
+  memcpy(&low, p.remainder, sizeof low);
+  high -= low >> 15;
+  return {(vf)low_halves((vu)low, (vu)high), (vf)high_halves((vu)low, (vu)high)};
+}
+template<class A>
+TW_HD void vstore(Split16 p, EvenOdd master, Pairs) {
+  vu even = (vu)master.even, odd = (vu)master.odd;
+  if (__builtin_expect(any_nan(master.even, master.odd), 0)) {
+    even = split16_bits(master.even);
+    odd = split16_bits(master.odd);
+  }
+  const halves low = (halves)low_halves(even, odd);
+  const halves high = (halves)high_halves(even, odd) + (low >> 15);
+  memcpy(p.parameter, &high, sizeof high);
+  memcpy(p.remainder, &low, sizeof low);
+}
+template<class A, class K>
+TW_HD vf vload(WithMaster p, K k) {
+  return vload<A>(p.master, k);
+}
+template<class A, class K>
+TW_HD void vstore(WithMaster p, vf master, K k) {
+  vstore<A>(p.master, master, k);
+  vstore<A>(p.parameter, master, k);
+}
+
+namespace {
+
 inline void join_run(const uint16_t* parameter, const uint16_t* remainder, int64_t n, float* out) {
-  for_lanes<float>(n, [&](int64_t i, auto k) {
-    vstore<float>(out + i, split16_join(load_half(parameter + i, k), load_half(remainder + i, k)),
-                  k);
-  });
+  const Split16 p{const_cast<uint16_t*>(parameter), const_cast<uint16_t*>(remainder)};
+  for_lanes<float>(n,
+                   [&](int64_t i, auto k) { vstore<float>(out + i, vload<float>(p + i, k), k); });
 }
 inline void split_run(const float* master, int64_t n, uint16_t* parameter, uint16_t* remainder) {
-  for_lanes<float>(n, [&](int64_t i, auto k) {
-    const vu bits = split16_bits(vload<float>(master + i, k));
-    store_half(parameter + i, split16_parameter(bits), k);
-    store_half(remainder + i, split16_remainder(bits), k);
-  });
+  const Split16 p{parameter, remainder};
+  for_lanes<float>(
+      n, [&](int64_t i, auto k) { vstore<float>(p + i, vload<float>(master + i, k), k); });
 }
 
 // ---- 8-bit blocks -------------------------------------------------------------------------------
@@ -164,7 +221,14 @@ inline vf load_codes(const void* codes, K k) {
     memcpy(&c, codes, sizeof c);
   else
     memcpy(&c, codes, static_cast<size_t>(k));
+#if TW_VEC_BYTES == 32
+  int64_t eight;
+  memcpy(&eight, &c, sizeof eight);
+  const __m128i bytes = _mm_cvtsi64_si128(eight);
+  const vi wide = (vi)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
   const vi wide = kSigned ? __builtin_convertvector((vsb)c, vi) : __builtin_convertvector(c, vi);
+#endif
   return __builtin_convertvector(wide, vf);
 }
 template<class K>

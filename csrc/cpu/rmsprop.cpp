@@ -27,7 +27,7 @@ struct RmspropRule {
                               h[5] != 0.0 ? -r.multiplier : r.multiplier);
   }
   template<bool kMomentum, bool kCentered, class A, class P, class G, class T>
-  static void loop(const RmspropScalars<A>& s, int64_t n, P* p, const G* g, T* const* states) {
+  static void loop(const RmspropScalars<A>& s, int64_t n, P p, G g, const T* states) {
     for_lanes<A>(n, [&](int64_t i, auto k) {
       vec<A> v = vload<A>(states[0] + i, k), b = {}, a = {};
       if constexpr (kMomentum) b = vload<A>(states[1] + i, k);
@@ -41,7 +41,7 @@ struct RmspropRule {
     });
   }
   template<class A, class S, class P, class G, class T>
-  static void run(const S& s, int, int64_t n, P* p, const G* g, T* const* states) {
+  static void run(const S& s, int, int64_t n, P p, G g, const T* states) {
     if (states[1])
       states[2] ? loop<true, true>(s, n, p, g, states) : loop<true, false>(s, n, p, g, states);
     else

@@ -27,8 +27,8 @@ struct SgdRule {
                           h[5] != 0.0 ? -r.multiplier : r.multiplier);
   }
   template<class A, class S, class P, class G, class T>
-  static void run(const S& s, int, int64_t n, P* p, const G* g, T* const* states) {
-    T* buffer = states[0];
+  static void run(const S& s, int, int64_t n, P p, G g, const T* states) {
+    const T buffer = states[0];
     if (buffer)
       for_lanes<A>(n, [&](int64_t i, auto k) {
         vec<A> b = vload<A>(buffer + i, k);

@@ -372,6 +372,24 @@ def test_masters_made_into_remainders_round_ties_as_split16_does():
     assert torch.equal(formats.split16_join(p.detach(), o.state[p]["master"]), exact)
 
 
+def test_remainders_loaded_from_fp32_masters_fit_their_parameters():
+    """The parameters of the checkpoint were cast from the masters: on ties to even, one bf16 step from split16's."""
+    exact = torch.tensor([1.00390625, 1.01171875, -1.00390625, 1.0, 1.0, float("inf")])
+    p, q = (leaf(exact.to(torch.bfloat16)) for _ in range(2))
+    o = tw.optim.AdamW([p])
+    train(o, [p], range(1))
+    o.state[p]["master"].copy_(exact)
+    split = tw.optim.AdamW([q], master_weights="split16")
+    split.load_state_dict(o.state_dict())
+    assert torch.equal(formats.split16_join(q.detach(), split.state[q]["master"]), exact)
+    away = torch.tensor([1.0078125, 1.015625, -1.0078125, 1.0, 1.0, float("inf")])
+    assert torch.equal(q.detach(), away.to(torch.bfloat16))
+    # Not this checkpoint's parameters: left alone.
+    other = leaf(torch.full_like(exact, 3.0).to(torch.bfloat16))
+    tw.optim.AdamW([other], master_weights="split16").load_state_dict(o.state_dict())
+    assert torch.equal(other.detach(), torch.full_like(other, 3.0))
+
+
 def test_masters_are_dropped_and_made_on_request():
     a = parameters(torch.bfloat16)
     o = tw.optim.AdamW(a, lr=0.02)

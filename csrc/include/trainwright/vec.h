@@ -56,7 +56,16 @@ TW_HD vec<A> splat(A x) {
 }  // x - 0: keeps NaN, inf and -0
 
 // ---- bits ---------------------------------------------------------------------------------------
-TW_HD vf widen(bf16, vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+TW_HD vu widen_bits(vh h) {  // GCC 12 makes four instructions of a conversion to 32 bytes
+#if TW_VEC_BYTES == 64
+  return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#elif TW_VEC_BYTES == 32
+  return (vu)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+  return __builtin_convertvector(h, vu);
+#endif
+}
+TW_HD vf widen(bf16, vh h) { return (vf)(widen_bits(h) << 16); }
 TW_HD vh narrow(bf16, vf x) {  // round to nearest even, NaN kept
   const vu u = (vu)x;
   const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
@@ -154,6 +163,98 @@ TW_HD void for_lanes(int64_t size, F&& body) {
   for (; i + lanes<A> <= size; i += lanes<A>) body(i, Full{});
   if (i < size) body(i, size - i);
 }
+
+// ---- two registers of floats from one of bf16 ---------------------------------------------------
+// A register of bf16 is the floats of its elements with an even index, shifted up, and those with an
+// odd index, masked: no lane moves, neither here nor on the way back. So a loop over nothing but
+// 16-bit operands needs about half of the instructions. vload<float>(p, Pairs{}) gives a EvenOdd; `each`
+// applies a function of vectors to both halves.
+struct Pairs {};
+typedef uint16_t halves __attribute__((vector_size(TW_VEC_BYTES)));
+struct EvenOdd {
+  vf even, odd;
+};
+TW_HD bool any_nan(vf a, vf b) {  // in either
+#if TW_VEC_BYTES == 64
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q) != 0;
+#elif TW_VEC_BYTES == 32
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q)) != 0;
+#else
+  const vi nan = (vi)((a != a) | (b != b));
+  return (nan[0] | nan[1] | nan[2] | nan[3]) != 0;
+#endif
+}
+// The low halves of `even`, shifted down, and the high halves of `odd`.
+TW_HD vu high_halves(vu even, vu odd) {
+#if TW_VEC_BYTES == 32
+  return (vu)_mm256_blend_epi16((__m256i)(even >> 16), (__m256i)odd, 0xaa);
+#else
+  return (even >> 16) | (odd & 0xffff0000u);
+#endif
+}
+TW_HD vu low_halves(vu even, vu odd) {
+#if TW_VEC_BYTES == 32
+  return (vu)_mm256_blend_epi16((__m256i)even, (__m256i)(odd << 16), 0xaa);
+#else
+  return (even & 0xffffu) | (odd << 16);
+#endif
+}
+template<class A>
+TW_HD EvenOdd vload(const bf16* p, Pairs) {
+  vu u;
+  memcpy(&u, p, sizeof u);
+  return {(vf)(u << 16), (vf)(u & 0xffff0000u)};
+}
+// high, rounded up where low is above one half, or one half and high is odd; 16 bits each.
+TW_HD vu round_halves(vu high, vu low) {
+#if TW_VEC_BYTES == 64
+  const __m512i one = _mm512_set1_epi16(1), h = (__m512i)high;
+  const __m512i above = _mm512_subs_epu16((__m512i)low, _mm512_andnot_si512(h, one));
+  return (vu)_mm512_add_epi16(h, _mm512_srli_epi16(above, 15));
+#elif TW_VEC_BYTES == 32
+  const __m256i one = _mm256_set1_epi16(1), h = (__m256i)high;
+  const __m256i above = _mm256_subs_epu16((__m256i)low, _mm256_andnot_si256(h, one));
+  return (vu)_mm256_add_epi16(h, _mm256_srli_epi16(above, 15));
+#else
+  const halves h = (halves)high, l = (halves)low;
+  return (vu)(h - (halves)((l | (h & 1)) > 0x8000));
+#endif
+}
+template<class A>
+TW_HD void vstore(bf16* p, EvenOdd x, Pairs) {  // as `narrow`: to nearest even, NaN kept
+  vu even = (vu)x.even, odd = (vu)x.odd;
+  if (__builtin_expect(any_nan(x.even, x.odd), 0)) {  // no part of a NaN may round it
+    even = (vu)(x.even != x.even) ? (even | 0x400000u) & 0xffff0000u : even;
+    odd = (vu)(x.odd != x.odd) ? (odd | 0x400000u) & 0xffff0000u : odd;
+  }
+  const vu h = round_halves(high_halves(even, odd), low_halves(even, odd));
+  memcpy(p, &h, sizeof h);
+}
+template<class F, class... V>
+TW_HD void each(F&& f, V&... x) {
+  f(x...);
+}
+template<class F, class... Rest>
+TW_HD void each(F&& f, EvenOdd& x, Rest&... rest) {
+  f(x.even, rest.even...);
+  f(x.odd, rest.odd...);
+}
+// for_lanes over operands of types P...: by Pairs as far as there are whole ones, if every operand
+// can be loaded so.
+template<class P>
+inline constexpr bool in_pairs = false;
+template<>
+inline constexpr bool in_pairs<bf16*> = true;
+template<>
+inline constexpr bool in_pairs<const bf16*> = true;
+template<class A, class... P, class F>
+TW_HD void for_operands(int64_t size, F&& body) {
+  int64_t done = 0;
+  if constexpr (sizeof(A) == 4 && (in_pairs<P> && ...))
+    for (; done + 2 * lanes<A> <= size; done += 2 * lanes<A>) body(done, Pairs{});
+  for_lanes<A>(size - done, [&](int64_t i, auto k) { body(done + i, k); });
+}
+
 // x with the lanes past the tail replaced by `fill`.
 template<class A>
 TW_HD vec<A> keep(vec<A> x, Full, A) {

@@ -251,8 +251,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         Apex, DeepSpeed and bitsandbytes too (`import_adam_state`).
 
         State is copied; it is kept in the formats that the constructor was given, whatever the dtype of the parameters,
-        and converted if the checkpoint has others (from "split16" masters only after the model was loaded). The
-        implementation flags and the options of the constructor stay as they are.
+        and converted if the checkpoint has others (from and to "split16" masters only after the model was loaded; to
+        them a bf16 parameter that lies half-way below its fp32 master moves to the other neighbour, which is how
+        "split16" rounds: the master stays exact). The implementation flags and the options of the constructor stay as
+        they are.
         """
         handle = self.register_load_state_dict_pre_hook(_box_tensors)  # after the user's hooks
         try:

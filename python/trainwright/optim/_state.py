@@ -79,10 +79,21 @@ def _load_state(p: Tensor, s: State, form: int, loaded: dict[str, Any]) -> dict[
     return {s.name: _like_parameter(p, value, dtype)}
 
 
+def _split_master(p: Tensor, master: Tensor) -> Tensor:
+    """The remainder of an fp32 master. A p that the cast rounded from it is half-way down on some ties, where split16
+    goes away from zero: there, and only there, p moves to the other neighbour, so that both make the master."""
+    parameter, remainder = formats.split16(master)
+    with torch.no_grad():
+        tie = (remainder == -0x8000) & (p == master.to(p.dtype)) & (p != parameter)
+        if tie.any():
+            p.copy_(torch.where(tie, parameter, p))
+    return remainder
+
+
 def _load_master(p: Tensor, form: int, value: Tensor) -> Tensor:
     remainder = value.dtype == torch.int16
     if form == formats.SPLIT16_MASTER:
-        return _like_parameter(p, value if remainder else formats.split16(value.float())[1], torch.int16)  # fmt: skip
+        return _like_parameter(p, value if remainder else _split_master(p, value.float()), torch.int16)  # fmt: skip
     if remainder:
         value = formats.split16_join(p.detach().to(torch.bfloat16), value)
     return _like_parameter(p, value, torch.float32)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from trainwright.errors import type_error, value_error
-from trainwright.ops._optimizer_formats import split16
 from trainwright.optim._base import FusedOptimizer
 
 __all__ = ["convert_state"]
@@ -60,12 +59,6 @@ def convert_state(
         raise value_error(
             "convert_state", "master_weights", "'fp32' or 'none' for fp16 parameters", "'split16'"
         )
-    with torch.no_grad():
-        for p in params:
-            if p in optimizer.state:
-                before = optimizer.state[p].get("master")
-                optimizer.state[p] = optimizer._in_own_formats(p, optimizer.state[p])
-                after = optimizer.state[p].get("master")
-                made = before is not None and before.dtype == torch.float32
-                if made and after is not None and after.dtype == torch.int16:
-                    p.copy_(split16(before)[0])  # ties go away from zero, unlike in the cast
+    for p in params:
+        if p in optimizer.state:
+            optimizer.state[p] = optimizer._in_own_formats(p, optimizer.state[p])
