@@ -40,6 +40,8 @@ def pytest_runtest_setup(item):
 
 
 def pytest_collection_modifyitems(config, items):
+    # The longest first, so that no process waits for the other at the end.
+    items.sort(key=lambda item: "vgpu/test_triton.py" not in item.nodeid)
     if ON_GPU:
         other = [i for i in items if "gpu" not in i.keywords and not names_a_backend(i)]
         items[:] = [i for i in items if i not in other]
