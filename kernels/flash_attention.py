@@ -472,7 +472,19 @@ def _inner_contiguous(*tensors):
     return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
 
 
-def flash_attention_fwd(q, k, v, scale, left, right, top_left):
+def _refuse_options(*options):
+    """The kernels know the band alone, none of these."""
+    if any(isinstance(x, torch.Tensor) or x for x in options):
+        raise NotImplementedError(
+            "flash_attention: the Triton kernels have no cu_seqlens, alibi_slopes, bias, sinks, softcap, dropout_p"
+        )
+
+
+def flash_attention_fwd(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sinks, seed, max_seqlen_q, max_seqlen_k, scale, left,
+    right, top_left, softcap, dropout_p,
+):  # fmt: skip
+    _refuse_options(cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sinks, softcap, dropout_p)
     q, k, v = _inner_contiguous(q, k, v)
     B, Tq, H, D = q.shape
     Tk, G, Dv = k.shape[1], k.shape[2], v.shape[3]
@@ -493,8 +505,11 @@ def flash_attention_fwd(q, k, v, scale, left, right, top_left):
 
 
 def flash_attention_bwd(
-    dout, dlse, q, k, v, out, lse, scale, left, right, top_left, need_dq, need_dk, need_dv
-):
+    dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sinks, seed, max_seqlen_q,
+    max_seqlen_k, scale, left, right, top_left, softcap, dropout_p, need,
+):  # fmt: skip
+    _refuse_options(cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sinks, softcap, dropout_p)
+    need_dq, need_dk, need_dv = need[:3]
     dout, q, k, v = _inner_contiguous(dout, q, k, v)
     B, Tq, H, D = q.shape
     Tk, G, Dv = k.shape[1], k.shape[2], v.shape[3]
@@ -541,7 +556,7 @@ def flash_attention_bwd(
                 q, k, v, dout, lse, delta, dq, *strides,
                 H, H // G, Tq, Tk, D, Dv, scale, *band, **flags, **launch,
             )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, *(lse.new_empty(0) for _ in range(3))
 
 
 def _aot(

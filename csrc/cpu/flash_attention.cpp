@@ -524,8 +524,19 @@ Strided strided(const Tensor& x) {
   return {data(x), x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
 }
 
-FlashAttentionArgs arguments(const Tensor& q, const Tensor& k, const Tensor& v, double scale,
-                             int64_t left, int64_t right, bool top_left) {
+using MaybeTensor = std::optional<Tensor>;
+
+// Everything of the schema after the tensors q, k, v (python/trainwright/ops/_attention.py).
+struct Options {
+  const MaybeTensor &cu_seqlens_q, &cu_seqlens_k, &alibi_slopes, &bias, &sinks, &seed;
+  int64_t max_seqlen_q, max_seqlen_k;
+  double scale;
+  int64_t left, right;
+  bool top_left;
+  double softcap, dropout_p;
+};
+
+FlashAttentionArgs arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o) {
   TW_CHECK_SHAPE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
                  "flash_attention: q, k, v must be 4-d");
   TW_CHECK_SHAPE(q.size(0) == k.size(0) && k.size(0) == v.size(0) && k.size(1) == v.size(1) &&
@@ -533,22 +544,31 @@ FlashAttentionArgs arguments(const Tensor& q, const Tensor& k, const Tensor& v, 
                  "flash_attention: shapes of q, k, v do not fit");
   TW_CHECK_SHAPE(k.size(2) == 0 ? q.size(2) == 0 : q.size(2) % k.size(2) == 0,
                  "flash_attention: heads of q must be a multiple of those of k");
+  STD_TORCH_CHECK(!o.cu_seqlens_q && !o.cu_seqlens_k && !o.alibi_slopes && !o.bias && !o.sinks &&
+                      o.softcap == 0 && o.dropout_p == 0,
+                  "flash_attention: the CPU kernel has no cu_seqlens, alibi_slopes, bias, sinks, "
+                  "softcap, dropout_p");
   FlashAttentionArgs a{};
   a.q = strided(q), a.k = strided(k), a.v = strided(v);
   a.B = q.size(0), a.Tq = q.size(1), a.H = q.size(2), a.D = q.size(3);
   a.Tk = k.size(1), a.G = k.size(2), a.Dv = v.size(3);
-  a.offset = top_left ? 0 : a.Tk - a.Tq;
-  a.left = left < 0 ? kNoLimit : left;
-  a.right = right < 0 ? kNoLimit : right;
-  a.scale = scale;
+  a.offset = o.top_left ? 0 : a.Tk - a.Tq;
+  a.left = o.left < 0 ? kNoLimit : o.left;
+  a.right = o.right < 0 ? kNoLimit : o.right;
+  a.scale = o.scale;
   a.dtype = dtype_of(q);
   return a;
 }
 
-std::tuple<Tensor, Tensor> flash_attention_fwd_cpu(const Tensor& q, const Tensor& k,
-                                                   const Tensor& v, double scale, int64_t left,
-                                                   int64_t right, bool top_left) {
-  FlashAttentionArgs a = arguments(q, k, v, scale, left, right, top_left);
+std::tuple<Tensor, Tensor> flash_attention_fwd_cpu(
+    const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& cu_seqlens_q,
+    const MaybeTensor& cu_seqlens_k, const MaybeTensor& alibi_slopes, const MaybeTensor& bias,
+    const MaybeTensor& sinks, const MaybeTensor& seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    double scale, int64_t left, int64_t right, bool top_left, double softcap, double dropout_p) {
+  FlashAttentionArgs a =
+      arguments(q, k, v,
+                {cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sinks, seed, max_seqlen_q,
+                 max_seqlen_k, scale, left, right, top_left, softcap, dropout_p});
   Tensor out = empty({a.B, a.Tq, a.H, a.Dv}, q);
   Tensor lse = empty({a.B, a.H, a.Tq}, q, acc_dtype(q));
   a.out = mutable_data(out), a.lse = mutable_data(lse);
@@ -556,30 +576,39 @@ std::tuple<Tensor, Tensor> flash_attention_fwd_cpu(const Tensor& q, const Tensor
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> flash_attention_bwd_cpu(
-    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, double scale, int64_t left,
-    int64_t right, bool top_left, bool need_dq, bool need_dk, bool need_dv) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_bwd_cpu(
+    const Tensor& dout, const MaybeTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
+    const Tensor& out, const Tensor& lse, const MaybeTensor& cu_seqlens_q,
+    const MaybeTensor& cu_seqlens_k, const MaybeTensor& alibi_slopes, const MaybeTensor& bias,
+    const MaybeTensor& sinks, const MaybeTensor& seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    double scale, int64_t left, int64_t right, bool top_left, double softcap, double dropout_p,
+    std::vector<bool> need) {
   TW_CHECK_CONTIGUOUS(out);
   TW_CHECK_CONTIGUOUS(lse);
   STD_TORCH_CHECK(!dlse || dlse->is_contiguous(), "dlse must be contiguous");
-  FlashAttentionArgs a = arguments(q, k, v, scale, left, right, top_left);
+  STD_TORCH_CHECK(need.size() == 6, "need must have 6 entries");
+  FlashAttentionArgs a =
+      arguments(q, k, v,
+                {cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sinks, seed, max_seqlen_q,
+                 max_seqlen_k, scale, left, right, top_left, softcap, dropout_p});
   const int64_t blocks = (a.Tq + kAttentionBM - 1) / kAttentionBM;
   const int64_t width = (a.D + kAttentionPad - 1) / kAttentionPad * kAttentionPad;
-  Tensor dq = empty(need_dq ? shape_of(q) : std::vector<int64_t>{0}, q);
-  Tensor dk = empty(need_dk ? shape_of(k) : std::vector<int64_t>{0}, q);
-  Tensor dv = empty(need_dv ? shape_of(v) : std::vector<int64_t>{0}, q);
+  Tensor dq = empty(need[0] ? shape_of(q) : std::vector<int64_t>{0}, q);
+  Tensor dk = empty(need[1] ? shape_of(k) : std::vector<int64_t>{0}, q);
+  Tensor dv = empty(need[2] ? shape_of(v) : std::vector<int64_t>{0}, q);
   Tensor delta = empty({a.B, a.H, a.Tq}, q, acc_dtype(q));
-  Tensor dq_sum = empty({need_dq ? a.B * a.H * blocks : 0, kAttentionBM, width}, q, acc_dtype(q));
+  Tensor dq_sum = empty({need[0] ? a.B * a.H * blocks : 0, kAttentionBM, width}, q, acc_dtype(q));
   Tensor tickets = empty({a.B, a.H, blocks}, q, ScalarType::Long);
   a.out = const_cast<void*>(data(out)), a.lse = const_cast<void*>(data(lse));
   a.dout = strided(dout), a.dlse = data(dlse);
-  a.dq = need_dq ? mutable_data(dq) : nullptr;
-  a.dk = need_dk ? mutable_data(dk) : nullptr;
-  a.dv = need_dv ? mutable_data(dv) : nullptr;
+  a.dq = need[0] ? mutable_data(dq) : nullptr;
+  a.dk = need[1] ? mutable_data(dk) : nullptr;
+  a.dv = need[2] ? mutable_data(dv) : nullptr;
   a.delta = mutable_data(delta), a.dq_sum = mutable_data(dq_sum), a.tickets = mutable_data(tickets);
   flash_attention_bwd(a);
-  return {dq, dk, dv};
+  Tensor none[3] = {empty({0}, q, acc_dtype(q)), empty({0}, q, acc_dtype(q)),
+                    empty({0}, q, acc_dtype(q))};
+  return {dq, dk, dv, none[0], none[1], none[2]};
 }
 
 }  // namespace

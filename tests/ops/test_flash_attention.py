@@ -203,13 +203,14 @@ def test_compiles_with_every_option():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype):
     q, k, v = qkv(2, 5, 7, 4, 2, 8, 6, dtype).values()
-    options = (0.3, 2, 0, False)
+    options = (*[None] * 6, 0, 0, 0.3, 2, 0, False, 0.0, 0.0)
     out, lse = torch.ops.trainwright.flash_attention_fwd(q, k, v, *options)
     by_head = q.transpose(1, 2).contiguous().transpose(1, 2)
     check_opcheck(torch.ops.trainwright.flash_attention_fwd.default, by_head, k, v, *options)
-    for need in ((True, True, True), (False, True, False)):
-        arguments = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, *options, *need)
-        check_opcheck(torch.ops.trainwright.flash_attention_bwd.default, *arguments)
+    for need in ([True, True, True], [False, True, False]):
+        arguments = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, *options)
+        op = torch.ops.trainwright.flash_attention_bwd.default
+        check_opcheck(op, *arguments, need + [False] * 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -401,11 +402,11 @@ def test_dropout_depends_on_seed_and_position_alone():
 
 def test_dropout_mask_is_philox_by_coordinates():
     host = pytest.importorskip("trainwright._host")
+    from trainwright.ops._attention import seed_tensor
     from trainwright.ops._attention_reference import uniform_bits
-    from trainwright.ops.flash_attention import _seed_tensor
 
     seed = (123 << 40) + 7
-    bits = uniform_bits(_seed_tensor(seed, torch.device("cpu")), 2, 3, 4, 6)
+    bits = uniform_bits(seed_tensor(seed, torch.device("cpu")), 2, 3, 4, 6)
     for b, h, i, j in ((0, 0, 0, 0), (1, 2, 3, 5), (1, 0, 2, 4)):
         assert bits[b, h, i, j] == host.philox(seed, j // 4 + (i << 32), h + (b << 32))[j % 4]
 

@@ -1,12 +1,13 @@
-"""Attention in plain torch, with the (Tq, Tk) matrix in memory: the specification, and what runs every option.
+"""Attention in plain torch, with the (Tq, Tk) matrix in memory: the specification, and the backend "torch".
 
-Options beyond the kernels: a cap on the score, ALiBi, a bias, sinks and dropout.
+The packed form (`cu_seqlens`) is a loop over its sequences.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,38 +15,49 @@ from torch import Tensor
 from trainwright.ops._library import acc_dtype
 
 
-class _Extra(NamedTuple):
-    """What only the torch reference knows: a cap, terms of the score, a sink and dropout."""
+class Options(NamedTuple):
+    """What a call asks beyond q, k, v, in the order of the schema (`_attention`); left, right: -1 for no limit."""
 
-    softcap: float | None = None
-    alibi: Tensor | None = None
-    bias: Tensor | None = None
-    sinks: Tensor | None = None
-    dropout_p: float = 0.0
-    seed: Tensor | None = None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    alibi: Tensor | None  # (B, H)
+    bias: Tensor | None  # (B | 1, H | 1, Tq | 1, Tk | 1)
+    sinks: Tensor | None  # (H,)
+    seed: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    left: int
+    right: int
+    top_left: bool
+    softcap: float  # 0: none
+    dropout_p: float
+    first_batch: int = 0  # index of the first sequence, for dropout
 
 
-def _visible(q: Tensor, k: Tensor, left: int, right: int, top_left: bool) -> Tensor:
-    """(Tq, Tk): query i stands at position p = i + offset and sees keys p - left .. p + right."""
+def visible(q: Tensor, k: Tensor, o: Options) -> Tensor:
+    """(.., Tq, Tk): query i stands at position p = i + offset and sees keys p - left .. p + right with a bias above
+    -inf."""
     Tq, Tk = q.shape[1], k.shape[1]
-    position = torch.arange(Tq, device=q.device) + (0 if top_left else Tk - Tq)
+    position = torch.arange(Tq, device=q.device) + (0 if o.top_left else Tk - Tq)
     ahead = torch.arange(Tk, device=q.device) - position[:, None]
     seen = torch.ones_like(ahead, dtype=torch.bool)
-    if left >= 0:
-        seen = seen & (ahead >= -left)
-    if right >= 0:
-        seen = seen & (ahead <= right)
-    return seen
+    if o.left >= 0:
+        seen = seen & (ahead >= -o.left)
+    if o.right >= 0:
+        seen = seen & (ahead <= o.right)
+    return seen if o.bias is None else seen & (o.bias != -math.inf)
 
 
-def _alibi_distance(q: Tensor, k: Tensor) -> Tensor:
+def alibi_distance(q: Tensor, k: Tensor) -> Tensor:
+    """(Tq, Tk): |i + (Tk - Tq) - j|."""
     Tq, Tk = q.shape[1], k.shape[1]
     i, j = torch.arange(Tq, device=q.device), torch.arange(Tk, device=q.device)
     return (i[:, None] + (Tk - Tq) - j).abs().to(acc_dtype(q.dtype))
 
 
-def uniform_bits(seed: Tensor, B: int, H: int, Tq: int, Tk: int) -> Tensor:
-    """(B, H, Tq, Tk) 32-bit numbers as int64: word j % 4 of philox(seed, (j // 4, i, h, b))."""
+def uniform_bits(seed: Tensor, B: int, H: int, Tq: int, Tk: int, first_batch: int = 0) -> Tensor:
+    """(B, H, Tq, Tk) 32-bit numbers as int64: word j % 4 of philox(seed, (j // 4, i, h, first_batch + b))."""
     mask, device = 0xFFFFFFFF, seed.device
     key = [seed & mask, (seed >> 32) & mask]
     axes = [(Tk + 3) // 4, Tq, H, B]
@@ -53,6 +65,7 @@ def uniform_bits(seed: Tensor, B: int, H: int, Tq: int, Tk: int) -> Tensor:
         torch.arange(n, device=device).view([-1 if d == 3 - a else 1 for d in range(4)])
         for a, n in enumerate(axes)
     ]
+    c[3] = c[3] + first_batch
 
     def product(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:  # high and low 32 bits
         low, high = multiplier * (x & 0xFFFF), multiplier * (x >> 16)
@@ -67,6 +80,30 @@ def uniform_bits(seed: Tensor, B: int, H: int, Tq: int, Tk: int) -> Tensor:
     return words.reshape(B, H, Tq, 4 * axes[0])[..., :Tk]
 
 
+def kept_weights(shape: Sequence[int], o: Options, dtype: torch.dtype) -> Tensor | float:
+    """(B, H, Tq, Tk): 0 where dropout drops the pair, else 1 over the share that is kept."""
+    if o.dropout_p <= 0.0:
+        return 1.0
+    assert o.seed is not None
+    drop = round(o.dropout_p * 2**32)
+    B, H, Tq, Tk = shape
+    bits = uniform_bits(o.seed, B, H, Tq, Tk, o.first_batch)
+    return (bits >= drop).to(dtype) * (2**32 / max(2**32 - drop, 1))
+
+
+def by_head(x: Tensor, H: int) -> Tensor:
+    """(B, T, G, C) as (B, H, T, C) in the accumulator's dtype."""
+    x = x.to(acc_dtype(x.dtype)).transpose(1, 2)
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
+
+
+def _sum_groups(x: Tensor, like: Tensor) -> Tensor:
+    """(B, H, T, C) summed over the query heads of each group, as `like` (B, T, G, C)."""
+    B, T, G, C = like.shape
+    x = x.reshape(B, G, x.shape[1] // max(G, 1), T, C).sum(2) if x.shape[1] != G else x
+    return x.transpose(1, 2).to(like.dtype)
+
+
 def _masked_matmul(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
     """a @ b for an `a` that is 0 where not seen: an inf or NaN of b only reaches the rows that see it."""
     odd = ~torch.isfinite(b)
@@ -79,142 +116,120 @@ class _Probabilities(NamedTuple):
     p: Tensor  # (B, H, Tq, Tk): softmax over the real keys, 0 where not seen
     lse: Tensor  # (B, H, Tq): natural log, over the real keys
     slope: Tensor | float  # derivative of the capped score
-    keep: Tensor | float  # dropout: 0 or 1 / (1 - p)
+    keep: Tensor | float  # dropout
     share: Tensor | float  # (B, H, Tq, 1): what the sink leaves
 
 
-def _probabilities(
-    q: Tensor, k: Tensor, scale: float, left: int, right: int, top_left: bool, extra: _Extra
-) -> _Probabilities:
+def _probabilities(q: Tensor, k: Tensor, o: Options) -> _Probabilities:
     acc = acc_dtype(q.dtype)
-    q_, k_ = _by_head(q, q.shape[2]), _by_head(k, q.shape[2])
-    s = (q_ @ k_.transpose(-1, -2)) * scale
+    s = (by_head(q, q.shape[2]) @ by_head(k, q.shape[2]).transpose(-1, -2)) * o.scale
     slope: Tensor | float = 1.0
-    if extra.softcap is not None:
-        capped = torch.tanh(s / extra.softcap)
-        s, slope = extra.softcap * capped, 1.0 - capped.square()
-    seen = _visible(q, k, left, right, top_left)
-    if extra.bias is not None:
-        s = s + extra.bias.to(acc)
-        seen = seen & (extra.bias != -math.inf)
-    if extra.alibi is not None:
-        s = s - extra.alibi.to(acc)[..., None, None] * _alibi_distance(q, k)
+    if o.softcap > 0.0:
+        capped = torch.tanh(s / o.softcap)
+        s, slope = o.softcap * capped, 1.0 - capped.square()
+    if o.bias is not None:
+        s = s + o.bias.to(acc)
+    if o.alibi is not None:
+        s = s - o.alibi.to(acc)[..., None, None] * alibi_distance(q, k)
+    seen = visible(q, k, o)
     s = s.masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(s, dim=-1)
     # Not exp(s - lse): next to a score of finfo.min, log(n) is lost in lse.
     p = torch.softmax(s, dim=-1).masked_fill(~seen, 0.0)
     share: Tensor | float = 1.0
-    if extra.sinks is not None:
-        share = torch.sigmoid(lse - extra.sinks.to(acc)[:, None])[..., None]
-    keep: Tensor | float = 1.0
-    if extra.dropout_p > 0.0:
-        assert extra.seed is not None
-        drop = round(extra.dropout_p * 2**32)
-        bits = uniform_bits(extra.seed, *s.shape)
-        keep = (bits >= drop).to(acc) * (2**32 / max(2**32 - drop, 1))
-    return _Probabilities(seen, p, lse, slope, keep, share)
+    if o.sinks is not None:
+        share = torch.sigmoid(lse - o.sinks.to(acc)[:, None])
+        share = share.masked_fill(lse == -math.inf, 0.0)[..., None]
+    return _Probabilities(seen, p, lse, slope, kept_weights(s.shape, o, acc), share)
 
 
-def _by_head(x: Tensor, H: int) -> Tensor:
-    """(B, T, G, C) as (B, H, T, C) in the accumulator's dtype."""
-    x = x.to(acc_dtype(x.dtype)).transpose(1, 2)
-    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
+def _forward(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
+    x = _probabilities(q, k, o)
+    out = _masked_matmul(x.p * x.keep * x.share, by_head(v, q.shape[2]), x.seen)
+    return out.transpose(1, 2).to(q.dtype), x.lse
 
 
-def _sum_groups(x: Tensor, like: Tensor) -> Tensor:
-    """(B, H, T, C) summed over the query heads of each group, as `like` (B, T, G, C)."""
-    B, T, G, C = like.shape
-    x = x.reshape(B, G, x.shape[1] // max(G, 1), T, C).sum(2) if x.shape[1] != G else x
-    return x.transpose(1, 2).to(like.dtype).contiguous()
-
-
-_NO_EXTRA = _Extra()
-
-
-def fwd_reference(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, top_left: bool,
-    extra: _Extra = _NO_EXTRA,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x = _probabilities(q, k, scale, left, right, top_left, extra)
-    out = _masked_matmul(x.p * x.keep * x.share, _by_head(v, q.shape[2]), x.seen)
-    return out.transpose(1, 2).to(q.dtype).contiguous(), x.lse
-
-
-def _bwd_all(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    scale: float, left: int, right: int, top_left: bool, extra: _Extra = _NO_EXTRA,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dq, dk, dv, the gradient of the score (B, H, Tq, Tk) and that of the sinks."""
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o: Options, need: Sequence[bool]
+) -> list[Tensor | None]:  # fmt: skip
     H = q.shape[2]
-    x = _probabilities(q, k, scale, left, right, top_left, extra)
-    g, v_ = _by_head(dout, H), _by_head(v, H)
-    delta = (g * _by_head(out, H)).sum(-1, keepdim=True)
-    ds = x.p * x.share * (x.keep * (g @ v_.transpose(-1, -2)) - delta)
+    x = _probabilities(q, k, o)
+    g = by_head(dout, H)
+    delta = (g * by_head(out, H)).sum(-1, keepdim=True)
+    delta = delta.masked_fill(x.lse[..., None] == -math.inf, 0.0)
+    ds = x.p * x.share * (x.keep * (g @ by_head(v, H).transpose(-1, -2)) - delta)
     if dlse is not None:
         ds = ds + x.p * dlse[..., None]
     ds = ds.masked_fill(~x.seen, 0.0)
-    dqk = ds * x.slope * scale
-    dqk = dqk.masked_fill(~x.seen, 0.0)
+    dqk = (ds * x.slope * o.scale).masked_fill(~x.seen, 0.0)
     seen_t = x.seen.transpose(-1, -2)
-    dq = _masked_matmul(dqk, _by_head(k, H), x.seen)
-    dk = _masked_matmul(dqk.transpose(-1, -2), _by_head(q, H), seen_t)
-    dv = _masked_matmul((x.p * x.keep * x.share).transpose(-1, -2), g, seen_t)
-    dsinks = None
-    if extra.sinks is not None:
-        dsinks = -((1.0 - x.share) * delta).sum((0, 2, 3))
-    return (
-        dq.transpose(1, 2).to(q.dtype).contiguous(),
-        _sum_groups(dk, k),
-        _sum_groups(dv, v),
-        ds,
-        dsinks,
-    )
+    grads: list[Tensor | None] = [None] * 6
+    if need[0]:
+        grads[0] = _masked_matmul(dqk, by_head(k, H), x.seen).transpose(1, 2).to(q.dtype)
+    if need[1]:
+        grads[1] = _sum_groups(_masked_matmul(dqk.transpose(-1, -2), by_head(q, H), seen_t), k)
+    if need[2]:
+        p_t = (x.p * x.keep * x.share).transpose(-1, -2)
+        grads[2] = _sum_groups(_masked_matmul(p_t, g, seen_t), v)
+    if need[3]:
+        grads[3] = -(ds * alibi_distance(q, k)).sum((2, 3))
+    if need[4]:
+        assert o.bias is not None
+        grads[4] = ds.sum_to_size(o.bias.shape)
+    if need[5]:
+        grads[5] = -((1.0 - x.share) * delta).sum((0, 2, 3))
+    return grads
+
+
+def sequences(o: Options, T: tuple[int, int]) -> Iterator[tuple[slice, slice, Options]]:
+    """The rows of q, the rows of k and the options of each packed sequence; the whole if the call is dense."""
+    if o.cu_seqlens_q is None or o.cu_seqlens_k is None:
+        yield slice(0, T[0]), slice(0, T[1]), o
+        return
+    starts_q, starts_k = o.cu_seqlens_q.tolist(), o.cu_seqlens_k.tolist()
+    for n in range(len(starts_q) - 1):
+        alibi = None if o.alibi is None else o.alibi[n : n + 1]
+        one = o._replace(cu_seqlens_q=None, cu_seqlens_k=None, alibi=alibi, first_batch=n)
+        yield slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2]), one
+
+
+def fwd_reference(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    o = Options(*options)  # type: ignore[arg-type]
+    B, Tq, H, _ = q.shape
+    out = q.new_zeros(B, Tq, H, v.shape[3])
+    lse = q.new_full((B, H, Tq), -math.inf, dtype=acc_dtype(q.dtype))
+    for rows, keys, one in sequences(o, (Tq, k.shape[1])):
+        out[:, rows], lse[..., rows] = _forward(q[:, rows], k[:, keys], v[:, keys], one)
+    return out, lse
 
 
 def bwd_reference(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, left: int, right: int, top_left: bool, need_dq: bool, need_dk: bool, need_dv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grads = _bwd_all(dout, dlse, q, k, v, out, scale, left, right, top_left)[:3]
-    dq, dk, dv = (
-        x if need else q.new_empty(0) for x, need in zip(grads, (need_dq, need_dk, need_dv))
-    )
-    return dq, dk, dv
+    *options_and_need: object,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    *options, need = options_and_need
+    assert isinstance(need, Sequence)
+    o = Options(*options)  # type: ignore[arg-type]
+    acc = acc_dtype(q.dtype)
 
+    def zeros(needed: bool, like: Tensor | None, dtype: torch.dtype) -> Tensor:
+        shape = like.shape if needed and like is not None else (0,)
+        return q.new_zeros(shape, dtype=dtype)
 
-class AttentionReference(torch.autograd.Function):
-    """Every option, on the torch reference."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alibi: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
-        seed: Tensor | None, scale: float, left: int, right: int, top_left: bool, softcap: float | None,
-        dropout_p: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        extra = _Extra(softcap, alibi, bias, sinks, dropout_p, seed)
-        out, lse = fwd_reference(q, k, v, scale, left, right, top_left, extra)
-        ctx.save_for_backward(q, k, v, out, alibi, bias, sinks, seed)
-        ctx.options, ctx.softcap, ctx.dropout_p = (scale, left, right, top_left), softcap, dropout_p
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, alibi, bias, sinks, seed = ctx.saved_tensors
-        extra = _Extra(ctx.softcap, alibi, bias, sinks, ctx.dropout_p, seed)
-        if dout is None:
-            dout = torch.zeros_like(out)
-        scale, left, right, top_left = ctx.options
-        dq, dk, dv, ds, dsinks = _bwd_all(
-            dout, dlse, q, k, v, out, scale, left, right, top_left, extra
-        )
-        dalibi = dbias = None
-        if alibi is not None and ctx.needs_input_grad[3]:
-            dalibi = -(ds * _alibi_distance(q, k)).sum((2, 3))
-            dalibi = (dalibi if alibi.dim() == 2 else dalibi.sum(0)).to(alibi.dtype)
-        if bias is not None and ctx.needs_input_grad[4]:
-            dbias = ds.sum_to_size(bias.shape).to(bias.dtype)
-        if sinks is not None and dsinks is not None:
-            dsinks = dsinks.to(sinks.dtype)
-        return dq, dk, dv, dalibi, dbias, dsinks, *[None] * 7
+    dq, dk, dv = (zeros(n, x, q.dtype) for n, x in zip(need[:3], (q, k, v)))
+    dalibi, dbias, dsinks = (zeros(n, x, acc) for n, x in zip(need[3:], (o.alibi, o.bias, o.sinks)))
+    for n, (rows, keys, one) in enumerate(sequences(o, (q.shape[1], k.shape[1]))):
+        parts = _backward(
+            dout[:, rows], None if dlse is None else dlse[..., rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows],
+            one, need,
+        )  # fmt: skip
+        for grad, part, at in zip((dq, dk, dv), parts[:3], (rows, keys, keys)):
+            if part is not None:
+                grad[:, at] = part
+        if parts[3] is not None:
+            dalibi[slice(None) if one is o else slice(n, n + 1)] = parts[3]
+        if parts[4] is not None:
+            dbias += parts[4]
+        if parts[5] is not None:
+            dsinks += parts[5]
+    return dq, dk, dv, dalibi, dbias, dsinks
