@@ -18,12 +18,16 @@
 
 namespace tw {
 
+// Reads away the error that an earlier call of somebody else left, so that check_launch reports those of this call's
+// launches alone. An error that broke the context cannot be read away: each launch returns it.
+inline void forget_earlier_error() { static_cast<void>(cudaGetLastError()); }
+
 #ifdef TW_VIRTUAL_GPU
 
 // The span of a call: memory that was named in it is forgotten at its end.
 class OnDevice {
  public:
-  explicit OnDevice(const Tensor&) {}
+  explicit OnDevice(const Tensor&) { forget_earlier_error(); }
   ~OnDevice() { tw_vgpu_forget(); }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
@@ -41,10 +45,10 @@ inline void* device_data(const Tensor& t) {
 
 #else
 
-// Kernels are launched on t's device.
+// The span of a call, whose kernels are launched on t's device.
 class OnDevice {
  public:
-  explicit OnDevice(const Tensor& t) : guard_(t.get_device_index()) {}
+  explicit OnDevice(const Tensor& t) : guard_(t.get_device_index()) { forget_earlier_error(); }
 
  private:
   torch::stable::accelerator::DeviceGuard guard_;
@@ -64,6 +68,9 @@ inline void* device_data(const Tensor& t) { return const_cast<void*>(t.const_dat
 // Null if there is no tensor.
 inline void* device_data(const std::optional<Tensor>& t) { return t ? device_data(*t) : nullptr; }
 
+inline double* doubles(const Tensor& t) { return static_cast<double*>(device_data(t)); }
+
+// Whether the launches since OnDevice, or the last check, went well.
 inline void check_launch(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   STD_TORCH_CHECK(error == cudaSuccess, kernel, ": launch failed: ", cudaGetErrorString(error));

@@ -13,7 +13,7 @@
 // GPU.
 #include "trainwright/bucket_pack.h"
 
-#include "cuda/stats.cuh"
+#include "cuda/stats_binding.cuh"
 #include "cuda/tensor_list_binding.cuh"
 
 namespace tw {
@@ -242,9 +242,8 @@ Tensor bucket_pack_cuda(Tensor flat, std::vector<Tensor> grads, std::vector<int6
   int64_t blocks = 0;
   for (const auto& list : rows)
     blocks += count_blocks(list.data(), static_cast<int64_t>(list.size()), length_of);
-  const Tensor partials = empty({blocks, 2}, flat, ScalarType::Double);
-  const Tensor stats = empty({2}, flat, ScalarType::Double);
-  double* partial = static_cast<double*>(device_data(partials));
+  const BlockStats stats(flat, blocks);
+  double* partial = stats.partial();
   const Scale factor = scale_of(scale, scale_tensor);
   void* out = device_data(flat);
   with_pack_types(dtype_of(flat), [&](auto f, auto a, bool wide) {
@@ -256,10 +255,7 @@ Tensor bucket_pack_cuda(Tensor flat, std::vector<Tensor> grads, std::vector<int6
     partial += 2 * count_blocks(list.data(), count, length_of);
   });
   check_launch("bucket_pack_kernel");
-  launch_sum_stats(static_cast<const double*>(data(partials)), blocks,
-                   static_cast<double*>(device_data(stats)), Extreme::none, stream);
-  check_launch("sum_stats_kernel");
-  return stats;
+  return stats.sum(Extreme::none, stream);
 }
 
 void bucket_unpack_cuda(Tensor flat, std::vector<Tensor> outs, std::vector<int64_t> offsets,
@@ -305,20 +301,15 @@ Tensor ordered_sum_cuda(Tensor out, std::vector<Tensor> chunks, double scale,
                     "chunks must have one dtype and the size of out");
     list.chunks[list.count++] = device_data(c);
   }
-  const int64_t n = out.numel(), blocks = divide_up(n, kListBlock);
-  const Tensor partials = empty({blocks, 2}, out, ScalarType::Double);
-  const Tensor stats = empty({2}, out, ScalarType::Double);
-  double* partial = static_cast<double*>(device_data(partials));
+  const int64_t n = out.numel();
+  const BlockStats stats(out, divide_up(n, kListBlock));
   if (n > 0)
     with_float_type(dtype_of(chunks[0]), [&](auto tag) {
       launch_ordered_sum<decltype(tag)>(list, device_data(out), dtype_of(out), n,
-                                        scale_of(scale, scale_tensor), partial, stream);
+                                        scale_of(scale, scale_tensor), stats.partial(), stream);
     });
   check_launch("ordered_sum_kernel");
-  launch_sum_stats(partial, blocks, static_cast<double*>(device_data(stats)), Extreme::none,
-                   stream);
-  check_launch("sum_stats_kernel");
-  return stats;
+  return stats.sum(Extreme::none, stream);
 }
 
 }  // namespace

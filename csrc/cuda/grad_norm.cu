@@ -7,7 +7,7 @@
 // Bytes per element: s for the norm, 2s for the scaling. Bound: memory bandwidth. Accesses are 16
 // bytes where pointers allow, one element otherwise. Counted on the virtual GPU; not yet timed on a
 // GPU.
-#include "cuda/stats.cuh"
+#include "cuda/stats_binding.cuh"
 #include "cuda/tensor_list_binding.cuh"
 #include "trainwright/bucket_pack.h"
 
@@ -171,21 +171,17 @@ Tensor grad_stats_cuda(std::vector<Tensor> tensors, double p) {
   int64_t blocks = 0;
   for (const auto& rows : lists.rows)
     blocks += count_blocks(rows.data(), static_cast<int64_t>(rows.size()), elements_of);
-  const Tensor partials = empty({blocks, 2}, tensors[0], ScalarType::Double);
-  const Tensor stats = empty({2}, tensors[0], ScalarType::Double);
-  double* partial = static_cast<double*>(device_data(partials));
+  const BlockStats stats(tensors[0], blocks);
+  double* partial = stats.partial();
   lists.for_types([&](auto tag, const NormRow* rows, int64_t count) {
     launch_grad_stats<decltype(tag)>(rows, count, p, partial, stream);
     partial += 2 * count_blocks(rows, count, elements_of);
   });
   check_launch("grad_stats_kernel");
-  const Extreme extreme = p == INFINITY    ? Extreme::largest
-                          : p == -INFINITY ? Extreme::smallest
-                                           : Extreme::none;
-  launch_sum_stats(static_cast<const double*>(data(partials)), blocks,
-                   static_cast<double*>(device_data(stats)), extreme, stream);
-  check_launch("sum_stats_kernel");
-  return stats;
+  return stats.sum(p == INFINITY    ? Extreme::largest
+                   : p == -INFINITY ? Extreme::smallest
+                                    : Extreme::none,
+                   stream);
 }
 
 void grad_scale_cuda(std::vector<Tensor> tensors, Tensor factor) {

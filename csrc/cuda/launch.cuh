@@ -18,6 +18,15 @@ bool aligned16(const P*... p) {
   return ((reinterpret_cast<uintptr_t>(p) % 16 == 0) && ...);
 }
 
+// Calls f(condition as a type).
+template<class F>
+void with_bool(bool condition, F&& f) {
+  if (condition)
+    f(std::true_type{});
+  else
+    f(std::false_type{});
+}
+
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Of the current device.

@@ -52,6 +52,13 @@ def program(runtime, tmp_path_factory):
     return compile_program(tmp_path_factory.mktemp("cudart"), *flags)
 
 
+@pytest.fixture(autouse=True)
+def _error_is_read(program):
+    """The last error stays until somebody reads it: no test leaves its own to the next."""
+    yield
+    program.cudaGetLastError()
+
+
 def test_a_program_runs(program):
     out = torch.full((200,), float("nan"))
     assert program.run_scale(out.data_ptr(), 200, 10.0, 7) == 0
@@ -102,6 +109,14 @@ def test_memory_functions(program):
     out = (ctypes.c_int * 4)()
     assert program.memory(out) == 0
     assert list(out) == [INVALID_VALUE, 12, 1, 1]
+
+
+@pytest.mark.parametrize("backend", ["vgpu"])
+def test_an_op_does_not_report_the_error_of_an_earlier_call(program, backend):
+    assert (
+        program.elapsed_time() == NOT_SUPPORTED and program.cudaPeekAtLastError() == NOT_SUPPORTED
+    )
+    assert vgpu_backend.op("grad_stats")([torch.ones(3)], 2.0).tolist() == [3.0, 0.0]
 
 
 def test_what_is_missing_says_so(program):
