@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import operator
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -308,7 +309,9 @@ def resolve(
         BackendError: no candidate can run the call, or the forced one cannot.
         ValueError: an unknown backend name.
     """
-    return _resolve(op, backend, _override, device, dtype, tuple(sizes.items()))
+    # index: under torch.compile with dynamic shapes a size that a limit may depend on becomes a constant.
+    plain = tuple((name, operator.index(value)) for name, value in sizes.items())
+    return _resolve(op, backend, _override, device, dtype, plain)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,29 @@
-"""tw.flash_attention, tw.merge_attention, tw.scaled_dot_product_attention: one table of cases for every backend."""
+"""tw.flash_attention: one table of cases for every backend."""
 
-import functools
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 import trainwright as tw
+from attention_cases import (
+    BACKENDS,
+    CASES,
+    COMPILED,
+    DTYPES,
+    INF,
+    INTERPRETED,
+    INTERPRETED_BF16,
+    NAN,
+    OPTIONS,
+    backends_taking,
+    dtypes_of,
+    option_inputs,
+    options_used,
+    qkv,
+    reference,
+    with_lse,
+)
 from numerics import (
-    backends_for_tests,
     check_compile,
     check_gradcheck,
     check_layouts,
@@ -16,109 +31,6 @@ from numerics import (
     check_reference,
     same_bits,
 )
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-BACKENDS = backends_for_tests(tw.flash_attention)
-COMPILED = [b for b in BACKENDS if b != "triton"]
-NAN, INF = float("nan"), float("inf")
-
-# id: (B, Tq, Tk, H, G, D, Dv), options
-CASES = {
-    "full": ((2, 37, 37, 2, 2, 16, 16), {}),
-    "causal": ((2, 37, 37, 2, 2, 16, 16), {"causal": True}),
-    "several blocks": ((1, 197, 197, 2, 1, 64, 64), {"causal": True}),
-    "several blocks, full": ((1, 130, 150, 2, 2, 32, 32), {}),
-    "one pair": ((3, 1, 1, 2, 1, 8, 8), {"causal": True}),
-    "one query": ((2, 1, 75, 4, 2, 16, 16), {"causal": True}),
-    "bottom-right, more keys": ((1, 30, 71, 2, 1, 16, 16), {"causal": True}),
-    "bottom-right, more queries": ((1, 90, 21, 2, 1, 16, 16), {"causal": True}),
-    "top-left, more keys": ((1, 30, 71, 2, 1, 16, 16), {"causal": True, "causal_align": "top-left"}),
-    "top-left, more queries": ((1, 90, 21, 2, 1, 16, 16), {"causal": True, "causal_align": "top-left"}),
-    "grouped heads": ((2, 33, 33, 6, 2, 16, 16), {"causal": True}),
-    "one key head": ((1, 33, 40, 5, 1, 16, 16), {}),
-    "scale 0": ((1, 20, 20, 1, 1, 16, 16), {"causal": True, "scale": 0.0}),
-    "scale below 0": ((1, 70, 70, 1, 1, 16, 16), {"causal": True, "scale": -0.7}),
-    "head dim 1": ((1, 20, 20, 1, 1, 1, 1), {"causal": True}),
-    "head dim 13, value dim 37": ((1, 66, 66, 2, 2, 13, 37), {"causal": True}),
-    "head dim 160": ((1, 40, 40, 1, 1, 160, 160), {"causal": True}),
-    "head dim 256": ((1, 20, 70, 1, 1, 256, 256), {}),
-    "window": ((1, 150, 150, 2, 1, 16, 16), {"causal": True, "window": (40, 0)}),
-    "window both sides": ((1, 90, 140, 1, 1, 16, 16), {"window": (3, 70)}),
-    "window leaves queries without keys": ((1, 90, 20, 1, 1, 16, 16), {"window": (5, 2), "causal_align": "top-left"}),
-    "no keys": ((2, 5, 0, 2, 1, 8, 8), {}),
-    "no queries": ((2, 0, 5, 2, 1, 8, 8), {"causal": True}),
-    "no batch": ((0, 5, 5, 2, 1, 8, 8), {"causal": True}),
-    "no heads": ((2, 5, 5, 0, 1, 8, 8), {"causal": True}),
-}  # fmt: skip
-# The interpreter is slow: there, one case per path of the kernels.
-INTERPRETED = [
-    "full", "causal", "bottom-right, more queries", "top-left, more keys", "scale below 0",
-    "head dim 13, value dim 37", "window both sides", "no keys",
-]  # fmt: skip
-INTERPRETED_BF16 = ["causal", "top-left, more keys", "window both sides"]
-EXTRAS = {  # options beyond the core, with the shapes of their tensors
-    "softcap": ({"softcap": 1.3, "causal": True}, {}),
-    "alibi per head": ({"causal": True}, {"alibi_slopes": (4,)}),
-    "alibi per batch and head": ({}, {"alibi_slopes": (2, 4)}),
-    "bias": ({"causal": True}, {"bias": (2, 4, 9, 11)}),
-    "bias, broadcast": ({}, {"bias": (4, 1, 11)}),
-    "sinks": ({"causal": True, "window": (2, 0)}, {"sinks": (4,)}),
-    "all at once": (
-        {"softcap": 2.0, "causal": True, "causal_align": "top-left"},
-        {"alibi_slopes": (4,), "bias": (1, 4, 9, 11), "sinks": (4,)},
-    ),
-}
-
-
-@functools.cache
-def visible(Tq, Tk, causal=False, causal_align="bottom-right", window=None):
-    """(Tq, Tk), element by element from the contract."""
-    left, right = window or (-1, -1)
-    if causal:
-        right = 0
-    seen = torch.zeros(Tq, Tk, dtype=torch.bool)
-    for i in range(Tq):
-        p = i + (Tk - Tq if causal_align == "bottom-right" else 0)
-        for j in range(Tk):
-            seen[i, j] = (left < 0 or j >= p - left) and (right < 0 or j <= p + right)
-    return seen
-
-
-def reference(
-    q, k, v, scale=None, softcap=None, alibi_slopes=None, bias=None, sinks=None, return_lse=True, keep=None, **band
-):  # fmt: skip
-    Tq, Tk, H, G = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-    k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
-    if bias is not None:
-        s = s + bias
-    if alibi_slopes is not None:
-        distance = (torch.arange(Tq)[:, None] + (Tk - Tq) - torch.arange(Tk)).abs().to(s.dtype)
-        s = s - alibi_slopes[..., None, None] * distance
-    s = s.masked_fill(~visible(Tq, Tk, **band), -INF)
-    empty = (s == -INF).all(-1)
-    s = s.masked_fill(empty[..., None], 0.0)
-    lse, p = torch.logsumexp(s, -1), torch.softmax(s, -1)
-    if sinks is not None:
-        p = p * torch.sigmoid(lse - sinks[:, None])[..., None]
-    p = p.masked_fill(empty[..., None], 0.0)
-    if keep is not None:
-        p = p * keep
-    out = torch.einsum("bhij,bjhd->bihd", p, v)
-    lse = lse.masked_fill(empty, -INF).to(torch.float64 if q.dtype == torch.float64 else torch.float32)  # fmt: skip
-    return (out, lse) if return_lse else out
-
-
-def qkv(B, Tq, Tk, H, G, D, Dv, dtype=torch.float32):
-    shapes = {"q": (B, Tq, H, D), "k": (B, Tk, G, D), "v": (B, Tk, G, Dv)}
-    return {n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()}
-
-
-def with_lse(**arguments):
-    return tw.flash_attention(return_lse=True, **arguments)
-
 
 TABLE = [
     pytest.param(case, dtype, backend, id=f"{case}-{str(dtype)[6:]}-{backend}")
@@ -137,13 +49,28 @@ def test_matches_reference(case, dtype, backend):
     check_reference(with_lse, reference, qkv(*shape, dtype), options, backend=backend)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", EXTRAS)
-def test_every_option_matches_reference(case, dtype):
-    options, shapes = EXTRAS[case]
-    inputs = qkv(2, 9, 11, 4, 2, 8, 6, dtype)
-    inputs |= {n: torch.rand(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()}
-    check_reference(with_lse, reference, inputs, options)
+OPTION_TABLE = [
+    pytest.param(case, dtype, backend, id=f"{case}-{str(dtype)[6:]}-{backend}")
+    for case in OPTIONS
+    for backend in backends_taking(*options_used(case))
+    for dtype in dtypes_of(backend)
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "backend"), OPTION_TABLE)
+def test_every_option_matches_reference(case, dtype, backend):
+    # More than one block of queries and of keys, with tails.
+    shape = (2, 70, 75, 4, 2, 16, 24) if backend != "triton" else (2, 19, 35, 2, 1, 8, 8)
+    inputs = option_inputs(case, *shape, dtype)
+    check_reference(with_lse, reference, inputs, OPTIONS[case][0], backend=backend)
+
+
+@pytest.mark.parametrize(
+    "backend", backends_taking("alibi_slopes", "bias", "sinks", among=COMPILED)
+)
+def test_any_layout_of_the_options(backend):
+    inputs = option_inputs("all at once", 2, 9, 11, 4, 2, 8, 8)
+    check_layouts(with_lse, inputs, OPTIONS["all at once"][0], backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -179,13 +106,15 @@ def test_gradcheck(case, backend):
     check_gradcheck(op, inputs, options, backend=backend)
 
 
-@pytest.mark.parametrize("case", EXTRAS)
-def test_gradcheck_of_every_option(case):
-    options, shapes = EXTRAS[case]
-    small = {9: 3, 11: 4, 4: 2}  # numeric gradients cost two calls per element
-    shapes = {n: [small.get(d, d) for d in s] for n, s in shapes.items()}
-    inputs = qkv(2, 3, 4, 2, 1, 2, 2) | {n: torch.rand(s) for n, s in shapes.items()}
-    check_gradcheck(with_lse, inputs, options)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(c, b) for c in OPTIONS for b in backends_taking(*options_used(c)) if torch.float64 in dtypes_of(b)],
+)  # fmt: skip
+def test_gradcheck_of_every_option(case, backend):
+    inputs = option_inputs(
+        case, 2, 3, 4, 2, 1, 2, 2
+    )  # numeric gradients cost two calls per element
+    check_gradcheck(with_lse, inputs, OPTIONS[case][0], backend=backend)
 
 
 @pytest.mark.parametrize("case", ["causal", "window both sides", "grouped heads"])
@@ -195,9 +124,9 @@ def test_compiles_without_graph_break(case):
 
 
 def test_compiles_with_every_option():
-    options, shapes = EXTRAS["all at once"]
-    inputs = qkv(2, 9, 11, 4, 2, 8, 6) | {n: torch.rand(s) for n, s in shapes.items()}
-    check_compile(with_lse, inputs, options)
+    check_compile(
+        with_lse, option_inputs("all at once", 2, 9, 11, 4, 2, 8, 6), OPTIONS["all at once"][0]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -420,77 +349,6 @@ def test_dropout_of_everything_is_zero():
     out = tw.flash_attention(**leaves, dropout_p=1.0)
     assert (out == 0).all()
     assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves.values()))
-
-
-# ---- merge
-
-
-def test_merge_of_split_keys_is_the_whole():
-    q, k, v = qkv(2, 9, 20, 2, 1, 8, 8, torch.float64).values()
-    whole = with_lse(q=q, k=k, v=v)
-    a = with_lse(q=q, k=k[:, :7], v=v[:, :7])
-    b = with_lse(q=q, k=k[:, 7:], v=v[:, 7:])
-    torch.testing.assert_close(tw.merge_attention(*a, *b), whole)
-
-
-def test_merge_with_nothing():
-    out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 2, 3)
-    none, never = torch.full_like(out, NAN), torch.full_like(lse, -INF)
-    merged, merged_lse = tw.merge_attention(out, lse, none, never)
-    torch.testing.assert_close((merged, merged_lse), (out, lse))
-    leaves = [x.clone().requires_grad_() for x in (none, never, none, never)]
-    merged, merged_lse = tw.merge_attention(*leaves)
-    assert (merged == 0).all() and (merged_lse == -INF).all()
-    grads = torch.autograd.grad(merged.sum(), leaves)
-    assert all((g == 0).all() for g in grads)
-
-
-def test_merge_gradcheck():
-    shapes = ((1, 3, 2, 4), (1, 2, 3)) * 2
-    values = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
-    assert torch.autograd.gradcheck(tw.merge_attention, values)
-
-
-# ---- torch's function
-
-SDPA = {
-    "plain": ((2, 3, 9, 8), (2, 3, 11, 8), {}),
-    "causal is top-left": ((2, 3, 9, 8), (2, 3, 11, 8), {"is_causal": True}),
-    "causal, more queries": ((2, 3, 11, 8), (2, 3, 9, 8), {"is_causal": True}),
-    "grouped": ((2, 6, 9, 8), (2, 3, 9, 8), {"is_causal": True, "enable_gqa": True}),
-    "scale": ((2, 3, 9, 8), (2, 3, 9, 8), {"scale": 0.7}),
-    "three dimensions": ((3, 9, 8), (3, 11, 8), {}),
-    "two dimensions": ((9, 8), (11, 8), {}),
-    "five dimensions": ((2, 2, 3, 9, 8), (2, 2, 3, 11, 8), {"is_causal": True}),
-    "bool mask": ((2, 3, 9, 8), (2, 3, 11, 8), {"mask": (2, 1, 9, 11), "bool": True}),
-    "float mask": ((2, 3, 9, 8), (2, 3, 11, 8), {"mask": (9, 11)}),
-    "five dimensions and a mask": ((2, 2, 3, 9, 8), (2, 2, 3, 11, 8), {"mask": (2, 1, 9, 11)}),
-}
-
-
-@pytest.mark.parametrize("case", SDPA)
-def test_scaled_dot_product_attention_is_torch_s(case):
-    q_shape, k_shape, options = SDPA[case]
-    options = dict(options)
-    if case == "five dimensions and a mask":
-        options["mask"] = (2, 2, 1, 9, 11)
-    if "mask" in options:
-        mask = torch.randn(options.pop("mask"), dtype=torch.float64)
-        options["attn_mask"] = mask > -0.5 if options.pop("bool", False) else mask
-    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (q_shape, k_shape, k_shape)]  # fmt: skip
-    ours = tw.scaled_dot_product_attention(*leaves, **options)
-    theirs = F.scaled_dot_product_attention(*leaves, **options)
-    torch.testing.assert_close(ours, theirs)
-    upstream = torch.randn_like(theirs)
-    torch.testing.assert_close(
-        torch.autograd.grad(ours, leaves, upstream), torch.autograd.grad(theirs, leaves, upstream)
-    )
-
-
-def test_scaled_dot_product_attention_refuses_a_mask_with_is_causal():
-    x = torch.ones(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="attn_mask: expected None together with is_causal=True"):
-        tw.scaled_dot_product_attention(x, x, x, torch.ones(2, 2, dtype=torch.bool), is_causal=True)
 
 
 # ---- choice of backend and arguments

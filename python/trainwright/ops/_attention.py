@@ -5,8 +5,8 @@ One pair of ops serves both. Dense: q (B, Tq, H, D), k (B, Tk, G, D), v (B, Tk, 
 [cu_seqlens[0], cu_seqlens[S]) have out 0, lse -inf and gradients 0. B below is S then.
 
 alibi_slopes (B, H), any strides, and sinks (H,), contiguous, in the accumulator's dtype; bias 4-D, each dim full or 1,
-its own dtype, any strides, dense only; seed 0-d int64, only with dropout_p > 0; max_seqlen_* 0 in the dense form (a
-size as an int would fix it under torch.compile); left, right -1 for no limit, right 0 for causal; softcap 0 for none.
+its own dtype, any strides, dense only; seed 0-d int64, only with dropout_p > 0; max_seqlen_* Tq, Tk in the dense form,
+a bound on the lengths in the packed one; left, right -1 for no limit, right 0 for causal; softcap 0 for none.
 The pair (b, h, i, j) is dropped if word j % 4 of philox(key seed, counter (j // 4, i, h, b)) is below round(dropout_p *
 2^32). Backward: empty tensors for what `need` (q, k, v, alibi_slopes, bias, sinks) does not ask for; the last three in
 the accumulator's dtype, the bias's summed over its broadcast dims.
@@ -26,7 +26,7 @@ from trainwright.ops._library import acc_dtype
 
 OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, Tensor? seed, "
-    "int max_seqlen_q, int max_seqlen_k, float scale, int left, int right, bool top_left, float softcap, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int left, int right, bool top_left, float softcap, "
     "float dropout_p"
 )
 FWD = f"(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)"
@@ -119,7 +119,7 @@ def seed_tensor(seed: int | None, device: torch.device) -> Tensor:
 
 def attention(
     backend: str, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: tuple[Tensor, Tensor] | None = None,
-    max_seqlen: tuple[int, int] = (0, 0), alibi_slopes: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    max_seqlen: tuple[int, int], alibi_slopes: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float, window: tuple[int, int], top_left: bool, softcap: float | None, dropout_p: float, seed: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) on `backend`, of arguments that have been checked."""
@@ -132,6 +132,12 @@ def attention(
         bias = bias[(None,) * (4 - bias.dim())]
     if sinks is not None:
         sinks = sinks.to(acc).contiguous()
+    if (
+        torch.compiler.is_compiling()
+    ):  # torch refuses one tensor as two arguments of an autograd function
+        k = k.view_as(k) if k is q else k
+        v = v.view_as(v) if v is q or v is k else v
+        cu_k = cu_k.view_as(cu_k) if cu_k is not None and cu_k is cu_q else cu_k
     drawn = seed_tensor(seed, q.device) if dropout_p > 0 else None
     numbers = (*max_seqlen, float(scale), *window, top_left, float(softcap or 0.0), float(dropout_p))  # fmt: skip
     result: tuple[Tensor, Tensor] = Attention.apply(

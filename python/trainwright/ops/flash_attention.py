@@ -107,8 +107,8 @@ def flash_attention(
         sinks=sinks is not None, dropout_p=dropout_p > 0,
     )  # fmt: skip
     out, lse = attention(
-        chosen, q, k, v, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks, scale=scale, window=sides,
-        top_left=causal_align == "top-left", softcap=softcap, dropout_p=dropout_p, seed=seed,
+        chosen, q, k, v, max_seqlen=(q.shape[1], k.shape[1]), alibi_slopes=alibi_slopes, bias=bias, sinks=sinks,
+        scale=scale, window=sides, top_left=causal_align == "top-left", softcap=softcap, dropout_p=dropout_p, seed=seed,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
