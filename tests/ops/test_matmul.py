@@ -1,0 +1,191 @@
+"""tw.matmul: one table of cases for every backend."""
+
+import pytest
+import torch
+import trainwright as tw
+from numerics import (
+    backends_for_tests,
+    check_compile,
+    check_gradcheck,
+    check_layouts,
+    check_opcheck,
+    check_reference,
+    same_bits,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BACKENDS = backends_for_tests(tw.matmul)
+OURS = [
+    b for b in BACKENDS if b != "torch"
+]  # the libraries under torch choose a kernel by the strides
+INF, NAN = float("inf"), float("nan")
+
+# id: shapes of a and b, split_k
+CASES = {
+    "matrices": ((5, 24), (24, 40), None),
+    "vector, matrix": ((24,), (24, 7), None),
+    "matrix, vector": ((5, 24), (24,), None),
+    "vectors": ((33,), (33,), None),
+    "batch": ((3, 5, 24), (3, 24, 7), None),
+    "batch of a only": ((2, 3, 5, 24), (24, 7), None),
+    "batch of b only": ((5, 24), (4, 24, 7), None),
+    "batches that broadcast": ((2, 1, 5, 9), (3, 9, 4), None),
+    "vector, batch": ((9,), (3, 9, 4), None),
+    "batch, vector": ((3, 5, 9), (9,), None),
+    "one of everything": ((1, 1), (1, 1), None),
+    "three parts of K": ((9, 200), (200, 11), 3),
+    "parts of K, batch": ((2, 5, 131), (2, 131, 6), 2),
+    "more parts than K": ((3, 2), (2, 3), 7),
+    "K = 0": ((4, 0), (0, 6), 2),
+    "no rows": ((0, 8), (8, 6), None),
+    "no batch": ((0, 3, 8), (0, 8, 6), None),
+}
+
+
+def reference(a, b, split_k=None, out_dtype=None):
+    if out_dtype is None or a.dtype == torch.float64:
+        return a @ b
+    return (a.to(out_dtype) @ b.to(out_dtype)).to(out_dtype)
+
+
+def make(case, dtype=torch.float32):
+    a, b, split_k = CASES[case]
+    inputs = {
+        "a": torch.randn(a, dtype=torch.float64).to(dtype),
+        "b": torch.randn(b, dtype=torch.float64).to(dtype),
+    }
+    return inputs, {"split_k": split_k}
+
+
+TABLE = [
+    pytest.param(case, dtype, backend, id=f"{case}-{str(dtype)[6:]}-{backend}")
+    for case in CASES
+    for dtype in DTYPES
+    for backend in BACKENDS
+    if backend != "triton" or dtype in (torch.float32, torch.bfloat16)
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "backend"), TABLE)
+def test_matches_reference(case, dtype, backend):
+    inputs, options = make(case, dtype)
+    check_reference(tw.matmul, reference, inputs, options, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["matrices", "three parts of K", "batches that broadcast"])
+def test_output_keeps_the_fp32_sums(case, backend):
+    inputs, options = make(case, torch.bfloat16)
+    options["out_dtype"] = torch.float32
+    check_reference(tw.matmul, reference, inputs, options, backend=backend)
+
+
+def integers(*shape):
+    """Small integers: every order of summation gives the exact sum."""
+    return torch.randint(-4, 5, shape).double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("split_k", [None, 1, 2, 3, 17])
+def test_any_split_gives_the_exact_sum_of_integers(split_k, dtype):
+    for B, M, N, K in ((1, 33, 17, 1025), (5, 7, 16, 70), (1, 1, 1, 40000), (16, 2, 3, 5)):
+        a, b = integers(B, M, K), integers(B, K, N)
+        got = tw.matmul(a.to(dtype), b.to(dtype), split_k=split_k, backend="cpu")
+        assert torch.equal(got, (a @ b).to(dtype))
+
+
+def test_split_sums_round_once():
+    """Partial sums in bf16 lose everything where they cancel; kept in fp32 they are exact here."""
+    a = torch.tensor([[256.0, 1.0, -256.0, 1.0]], dtype=torch.bfloat16)
+    for backend in BACKENDS:
+        assert tw.matmul(a, torch.ones(4, 1).bfloat16(), split_k=2, backend=backend).item() == 2.0
+
+
+def test_gradient_of_a_broadcast_argument_rounds_once():
+    """Summed in bf16, 256 + 1 + 1 would be 256."""
+    a = torch.tensor([256.0, 1.0, 1.0]).bfloat16().view(3, 1, 1)
+    b = torch.ones(1, 1, 1).bfloat16().expand(3, 1, 1)
+    w = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    for backend in BACKENDS:
+        (grad,) = torch.autograd.grad(tw.matmul(a * b, w, backend=backend).sum(), w)
+        assert grad.item() == 258.0
+        v = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+        (grad,) = torch.autograd.grad(tw.matmul(v, a, backend=backend).sum(), v)
+        assert grad.item() == 258.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_threads(dtype):
+    inputs = {
+        n: torch.randn(s).to(dtype) for n, s in (("a", (2, 33, 20000)), ("b", (2, 20000, 40)))
+    }
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(tw.matmul(**inputs, split_k=5, backend="cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(same_bits(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("case", ["batch", "three parts of K"])
+def test_any_layout(case, backend):
+    inputs, options = make(case)
+    check_layouts(tw.matmul, inputs, options, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_and_inf_reach_their_row_and_column(backend):
+    a, b = torch.ones(3, 70), torch.ones(70, 4)
+    a[1, 69], b[3, 2] = NAN, INF
+    y = tw.matmul(a, b, split_k=2, backend=backend)
+    assert y[1].isnan().all() and (y[[0, 2], 2] == INF).all()
+    assert (y[[0, 2]][:, [0, 1, 3]] == 70).all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("case", ["batches that broadcast", "batch of a only", "vectors"])
+def test_gradcheck(case, backend):
+    inputs, options = make(case)
+    check_gradcheck(tw.matmul, inputs, options, backend=backend)
+
+
+def test_compile_and_opcheck():
+    inputs, options = make("batches that broadcast")
+    check_compile(tw.matmul, inputs, {**options, "backend": "cpu"})
+    a, b = torch.randn(2, 5, 9), torch.randn(2, 9, 4)
+    check_opcheck(torch.ops.trainwright.matmul.default, a, b, torch.float32, 2)
+
+
+def test_autocast():
+    a, b = torch.randn(5, 9, requires_grad=True), torch.randn(9, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = tw.matmul(a, b)
+        wide = tw.matmul(a, b, out_dtype=torch.float32)
+    assert (y.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.autograd.grad(y.sum(), a)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"b": torch.ones(8, 2)}, ValueError, r"matmul: b: expected 9 rows.*got 8"),
+        ({"b": torch.ones(9, 2).double()}, TypeError, r"matmul: b: expected dtype float32"),
+        ({"a": torch.ones(3, 2, 9), "b": torch.ones(2, 9, 2)}, ValueError, r"matmul: b: expected leading dim"),
+        ({"a": torch.tensor(1.0)}, ValueError, r"matmul: a: expected at least 1 dim"),
+        ({"a": [1.0]}, TypeError, r"matmul: a: expected a torch.Tensor"),
+        ({"out_dtype": torch.float64}, TypeError, r"matmul: out_dtype: expected None or one of"),
+        ({"split_k": 0}, ValueError, r"matmul: split_k: expected at least 1, got 0"),
+        ({"split_k": 1.0}, TypeError, r"matmul: split_k: expected an int"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        tw.matmul(**{"a": torch.ones(3, 9), "b": torch.ones(9, 2), **arguments})
+
+
+def test_automatic_choice():
+    assert "cpu: chosen" in tw.explain(tw.matmul, torch.ones(2, 3), torch.ones(3, 2), split_k=2)
+    assert "cpu: left to torch" in tw.explain(tw.matmul, torch.ones(2, 3), torch.ones(3, 2))
