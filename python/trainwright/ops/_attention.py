@@ -14,6 +14,7 @@ the accumulator's dtype, the bias's summed over its broadcast dims.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trainwright.ops import _library
+from trainwright.ops._attention_formula import formula, jvp, vjp
 from trainwright.ops._attention_reference import Options, bwd_reference, fwd_reference
 from trainwright.ops._library import acc_dtype
 
@@ -68,36 +70,129 @@ FORWARD = _define("flash_attention_fwd", FWD, fwd_reference, _fwd_fake)
 BACKWARD = _define("flash_attention_bwd", BWD, bwd_reference, _bwd_fake)
 
 
-class Attention(torch.autograd.Function):
-    """(out, lse) of q, k, v, alibi_slopes, bias, sinks; the options that have no gradient follow."""
+# The arguments of both autograd functions end in those without a gradient: cu_seqlens_q, cu_seqlens_k, seed, the
+# numbers of the schema (a tuple) and the backend.
+Fixed = tuple[Tensor | None, Tensor | None, Tensor | None, Sequence[Any], str]
+
+
+def _tensors(alibi: Any, bias: Any, sinks: Any, fixed: Fixed) -> tuple[Tensor | None, ...]:
+    """The optional tensors in the order of the schema."""
+    return (*fixed[:2], alibi, bias, sinks, fixed[2])
+
+
+def _forward_formula(
+    q: Tensor, k: Tensor, v: Tensor, alibi: Any, bias: Any, sinks: Any, fixed: Fixed
+) -> tuple[Tensor, Tensor]:
+    o = Options(*_tensors(alibi, bias, sinks, fixed), *fixed[3])  # type: ignore[arg-type]
+    return formula(q, k, v, o)
+
+
+def _backward_formula(dout: Any, dlse: Any, *inputs: Any, fixed: Fixed) -> list[Tensor | None]:
+    return vjp(functools.partial(_forward_formula, fixed=fixed), inputs, (dout, dlse))
+
+
+def _one_by_one(apply: Any, size: int, in_dims: Any, args: Any) -> tuple[Any, Any]:
+    """A vmap rule: one call per element, with the bits of those calls."""
+    calls = []
+    for i in range(size):
+        one = [x.select(d, i) if isinstance(d, int) else x for x, d in zip(args, in_dims)]
+        calls.append(apply(*one))
+    results = [None if r[0] is None else torch.stack(r) for r in zip(*calls)]
+    return tuple(results), tuple(None if r is None else 0 for r in results)
+
+
+class AttentionBackward(torch.autograd.Function):
+    """Gradients of (out, lse) by q, k, v, alibi_slopes, bias, sinks, None where `need` is False. Its own derivatives
+    come from the formula."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alibi: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
-        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seed: Tensor | None, numbers: Sequence[Any],
-        backend: str,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        tensors = (cu_seqlens_q, cu_seqlens_k, alibi, bias, sinks, seed)
-        out, lse = FORWARD[backend](q, k, v, *tensors, *numbers)
-        ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        ctx.numbers, ctx.backend = numbers, backend
-        ctx.set_materialize_grads(False)
-        return out, lse
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi: Tensor | None, bias: Tensor | None,
+        sinks: Tensor | None, out: Tensor, lse: Tensor, need: Sequence[bool], *fixed: Any,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        tensors = _tensors(alibi, bias, sinks, fixed)
+        dlse = None if dlse is None else dlse.contiguous()
+        grads = BACKWARD[fixed[4]](dout, dlse, q, k, v, out, lse, *tensors, *fixed[3], list(need))
+        dq, dk, dv, dalibi, dbias, dsinks = (g if n else None for g, n in zip(grads, need))
+        if dbias is not None and bias is not None:
+            dbias = dbias.to(bias.dtype)
+        return dq, dk, dv, dalibi, dbias, dsinks
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        (*differentiable, _, _, ctx.need), fixed = inputs[:11], inputs[11:]
+        ctx.save_for_backward(*differentiable, *fixed[:3])
+        ctx.save_for_forward(*differentiable, *fixed[:3])
+        ctx.plain = fixed[3:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        inputs, fixed = ctx.saved_tensors[:8], (*ctx.saved_tensors[8:], *ctx.plain)
+        function = functools.partial(_backward_formula, fixed=fixed)
+        if all(u is None for u in upstream):
+            return (None,) * 16
+        return *vjp(function, inputs, upstream), *[None] * 8
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        inputs, fixed = ctx.saved_tensors[:8], (*ctx.saved_tensors[8:], *ctx.plain)
+        function = functools.partial(_backward_formula, fixed=fixed)
+        return tuple(jvp(function, inputs, tangents[:8], ctx.need))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _one_by_one(AttentionBackward.apply, info.batch_size, in_dims, args)
+
+
+class CompiledAttention(torch.autograd.Function):
+    """(out, lse) of q, k, v, alibi_slopes, bias, sinks, for code under torch.compile, which takes no function with a
+    forward mode."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, alibi: Tensor | None, bias: Tensor | None, sinks: Tensor | None, *fixed: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        result: tuple[Tensor, Tensor] = FORWARD[fixed[4]](
+            q, k, v, *_tensors(alibi, bias, sinks, fixed), *fixed[3]
+        )
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:6], *output, *inputs[6:9])
+        ctx.plain = inputs[9:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        inputs, (out, lse) = ctx.saved_tensors[:6], ctx.saved_tensors[6:8]
         if dout is None:
             dout = torch.zeros_like(out)
-        if dlse is not None:
-            dlse = dlse.contiguous()
-        need = list(ctx.needs_input_grad[:6])
-        grads = BACKWARD[ctx.backend](dout, dlse, q, k, v, out, lse, *tensors, *ctx.numbers, need)
-        grads = [g if n else None for g, n in zip(grads, need)]
-        if grads[4] is not None:
-            grads[4] = grads[4].to(tensors[3].dtype)
-        return (*grads, *[None] * 5)
+        fixed = (*ctx.saved_tensors[8:], *ctx.plain)
+        run = (
+            AttentionBackward.forward if torch.compiler.is_compiling() else AttentionBackward.apply
+        )
+        return *run(dout, dlse, *inputs, out, lse, ctx.needs_input_grad[:6], *fixed), *[None] * 5
+
+
+class Attention(CompiledAttention):
+    """With forward mode, by the formula, and vmap."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        CompiledAttention.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:6], *output, *inputs[6:9])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        fixed = (*ctx.saved_tensors[8:], *ctx.plain)
+        function = functools.partial(_forward_formula, fixed=fixed)
+        return tuple(jvp(function, ctx.saved_tensors[:6], tangents[:6], (True, True)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _one_by_one(Attention.apply, info.batch_size, in_dims, args)
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
@@ -140,7 +235,8 @@ def attention(
         cu_k = cu_k.view_as(cu_k) if cu_k is not None and cu_k is cu_q else cu_k
     drawn = seed_tensor(seed, q.device) if dropout_p > 0 else None
     numbers = (*max_seqlen, float(scale), *window, top_left, float(softcap or 0.0), float(dropout_p))  # fmt: skip
-    result: tuple[Tensor, Tensor] = Attention.apply(
+    function = CompiledAttention if torch.compiler.is_compiling() else Attention
+    result: tuple[Tensor, Tensor] = function.apply(
         q, k, v, alibi_slopes, bias, sinks, cu_q, cu_k, drawn, numbers, backend
     )
     return result

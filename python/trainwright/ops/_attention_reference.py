@@ -198,8 +198,11 @@ def fwd_reference(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Te
     B, Tq, H, _ = q.shape
     out = q.new_zeros(B, Tq, H, v.shape[3])
     lse = q.new_full((B, H, Tq), -math.inf, dtype=acc_dtype(q.dtype))
-    for rows, keys, one in sequences(o, (Tq, k.shape[1])):
-        out[:, rows], lse[..., rows] = _forward(q[:, rows], k[:, keys], v[:, keys], one)
+    with torch.autocast(
+        q.device.type, enabled=False
+    ):  # it would round the operands of the products
+        for rows, keys, one in sequences(o, (Tq, k.shape[1])):
+            out[:, rows], lse[..., rows] = _forward(q[:, rows], k[:, keys], v[:, keys], one)
     return out, lse
 
 
@@ -218,18 +221,19 @@ def bwd_reference(
 
     dq, dk, dv = (zeros(n, x, q.dtype) for n, x in zip(need[:3], (q, k, v)))
     dalibi, dbias, dsinks = (zeros(n, x, acc) for n, x in zip(need[3:], (o.alibi, o.bias, o.sinks)))
-    for n, (rows, keys, one) in enumerate(sequences(o, (q.shape[1], k.shape[1]))):
-        parts = _backward(
-            dout[:, rows], None if dlse is None else dlse[..., rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows],
-            one, need,
-        )  # fmt: skip
-        for grad, part, at in zip((dq, dk, dv), parts[:3], (rows, keys, keys)):
-            if part is not None:
-                grad[:, at] = part
-        if parts[3] is not None:
-            dalibi[slice(None) if one is o else slice(n, n + 1)] = parts[3]
-        if parts[4] is not None:
-            dbias += parts[4]
-        if parts[5] is not None:
-            dsinks += parts[5]
+    with torch.autocast(q.device.type, enabled=False):
+        for n, (rows, keys, one) in enumerate(sequences(o, (q.shape[1], k.shape[1]))):
+            parts = _backward(
+                dout[:, rows], None if dlse is None else dlse[..., rows], q[:, rows], k[:, keys], v[:, keys],
+                out[:, rows], one, need,
+            )  # fmt: skip
+            for grad, part, at in zip((dq, dk, dv), parts[:3], (rows, keys, keys)):
+                if part is not None:
+                    grad[:, at] = part
+            if parts[3] is not None:
+                dalibi[slice(None) if one is o else slice(n, n + 1)] = parts[3]
+            if parts[4] is not None:
+                dbias += parts[4]
+            if parts[5] is not None:
+                dsinks += parts[5]
     return dq, dk, dv, dalibi, dbias, dsinks
