@@ -123,6 +123,18 @@ def test_compiles_without_graph_break(case):
     check_compile(with_lse, qkv(*shape, torch.bfloat16), options)
 
 
+def test_compiles_without_gradients_once_for_any_length():
+    torch._dynamo.reset()
+    compiled = torch.compile(with_lse, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    for T in (5, 9, 14):
+        x = torch.randn(2, T, 2, 8)
+        assert same_bits(
+            compiled(q=x, k=x, v=x, causal=True)[0], with_lse(q=x, k=x, v=x, causal=True)[0]
+        )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_compiles_with_every_option():
     check_compile(
         with_lse, option_inputs("all at once", 2, 9, 11, 4, 2, 8, 6), OPTIONS["all at once"][0]

@@ -149,13 +149,15 @@ class CompiledAttention(torch.autograd.Function):
     """(out, lse) of q, k, v, alibi_slopes, bias, sinks, for code under torch.compile, which takes no function with a
     forward mode."""
 
+    # Without *args: where nothing needs a gradient, torch.compile counts the parameters.
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, alibi: Tensor | None, bias: Tensor | None, sinks: Tensor | None, *fixed: Any
+        q: Tensor, k: Tensor, v: Tensor, alibi: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seed: Tensor | None, numbers: Sequence[Any],
+        backend: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        result: tuple[Tensor, Tensor] = FORWARD[fixed[4]](
-            q, k, v, *_tensors(alibi, bias, sinks, fixed), *fixed[3]
-        )
+        tensors = (cu_seqlens_q, cu_seqlens_k, alibi, bias, sinks, seed)
+        result: tuple[Tensor, Tensor] = FORWARD[backend](q, k, v, *tensors, *numbers)
         return result
 
     @staticmethod
