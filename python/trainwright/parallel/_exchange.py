@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.errors import value_error
 from trainwright.ops._library import acc_dtype
 
 Group = dist.ProcessGroup | None
@@ -21,6 +22,17 @@ Group = dist.ProcessGroup | None
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 CHUNK_BYTES = 1 << 20  # a chunk smaller than this costs more in messages than its overlap saves
 MAX_CHUNKS = 4
+
+
+def check_group(op: str, group: Group) -> None:
+    """Raise unless torch.distributed runs and this rank is in `group`."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{op}: torch.distributed is not initialised: call torch.distributed.init_process_group "
+            "first, in a program started with torchrun"
+        )
+    if dist.get_rank(group) < 0:
+        raise value_error(op, "group", "a group that this rank is in", "a group without it")
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
@@ -215,14 +227,21 @@ class RowAllReduce:
         return self.done[0] if len(self.done) == 1 else torch.cat(self.done)
 
 
-def ordered_all_reduce(value: Tensor, group: Group) -> Tensor:
-    """Sum of a small tensor over ranks, in rank order: every rank gets the same bits."""
+def all_gather_flat(value: Tensor, group: Group) -> Tensor:
+    """(W, *shape): a small tensor of the same shape from every rank."""
     world = dist.get_world_size(group)
-    if world == 1:
-        return value
+    if world == 1 or not value.numel():
+        return value.expand(world, *value.shape)
     every = value.new_empty(world * value.numel())
     _all_gather(every, value.reshape(-1), group=group)
-    total, *rest = every.view(world, -1).unbind()
+    return every.view(world, *value.shape)
+
+
+def ordered_all_reduce(value: Tensor, group: Group) -> Tensor:
+    """Sum of a small tensor over ranks, in rank order: every rank gets the same bits."""
+    if dist.get_world_size(group) == 1:
+        return value
+    total, *rest = all_gather_flat(value, group).unbind()
     for part in rest:
-        total.add_(part)
-    return total.view(value.shape)
+        total = total.add_(part)
+    return total

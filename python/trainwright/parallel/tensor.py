@@ -31,7 +31,13 @@ from trainwright.errors import (
     value_error,
 )
 from trainwright.parallel import _sharded_linear
-from trainwright.parallel._exchange import Group, gather_sizes, shard_slice, split_evenly
+from trainwright.parallel._exchange import (
+    Group,
+    check_group,
+    gather_sizes,
+    shard_slice,
+    split_evenly,
+)
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -62,18 +68,10 @@ class _ParallelLinear(nn.Module):
         check_bool(self.name, "sequence_parallel", sequence_parallel)
         if overlap not in ("auto", "off"):
             raise value_error(self.name, "overlap", "'auto' or 'off'", repr(overlap))
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                f"{self.name}: torch.distributed is not initialised: call torch.distributed.init_process_group "
-                "first, in a program started with torchrun"
-            )
+        check_group(self.name, group)
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.sequence_parallel, self.overlap = sequence_parallel, overlap == "auto"
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        if self.rank < 0:
-            raise value_error(
-                self.name, "group", "a group that this rank is in", "a group without it"
-            )
         self._make_parameters(bias, device, dtype)
 
     def _make_parameters(
