@@ -133,13 +133,18 @@ def _check(
     return with_heads
 
 
+def mask_as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask, bools (True: attend) or a term already, as a term of the score."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
+
+
 def _bias(mask: Tensor | None, query: Tensor, full: tuple[int, ...]) -> Tensor | None:
     """The mask as a term of the score, broadcastable to (B, heads, Tq, Tk) with B the product of the leading dims."""
     if mask is None:
         return None
-    if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=query.dtype, device=mask.device)
-        mask = torch.where(mask, zero, -math.inf)
+    mask = mask_as_bias(mask, query.dtype)
     if mask.dim() <= 3 or len(full) == 4:
         return mask
     several = any(n != 1 for n in mask.shape[:-3])  # leading dims: they become one
