@@ -3,6 +3,7 @@
 #pragma once
 #include <type_traits>
 
+#include "trainwright/philox_lanes.h"
 #include "trainwright/state_format.h"
 #include "trainwright/vec.h"
 
@@ -14,23 +15,9 @@ typedef uint8_t vb
 typedef int8_t vsb __attribute__((vector_size(TW_VEC_BYTES / 4)));
 
 // ---- random words -------------------------------------------------------------------------------
-typedef uint64_t vw __attribute__((vector_size(TW_VEC_BYTES)));
-
-// The products of the low halves.
-inline vw multiply_low(vw a, uint32_t b) {
-  const vw factor = vw{} + b;
-#if TW_VEC_BYTES == 64
-  return (vw)_mm512_mul_epu32((__m512i)a, (__m512i)factor);
-#elif TW_VEC_BYTES == 32
-  return (vw)_mm256_mul_epu32((__m256i)a, (__m256i)factor);
-#else
-  return (a & 0xffffffffu) * factor;
-#endif
-}
 
 // Philox words (trainwright/philox.h) of the elements first ... first + n - 1, at the address that is
-// returned, in `buffer` of at least n + 4 + 4 * lanes<double> numbers. A lane of 64 bits is one
-// counter; its upper half is ignored where it is not cleared.
+// returned, in `buffer` of at least n + 4 + 4 * lanes<double> numbers.
 inline const uint32_t* stochastic_words(uint64_t seed, int64_t first, int64_t n, double step,
                                         uint32_t* buffer) {
   constexpr int kLanes = TW_VEC_BYTES / 8;
@@ -39,30 +26,8 @@ inline const uint32_t* stochastic_words(uint64_t seed, int64_t first, int64_t n,
   for (int k = 0; k < kLanes; ++k) index[k] += static_cast<uint64_t>(k);
   const int64_t skip = first & 3;
   for (int64_t i = 0; i < n + skip; i += 4 * kLanes) {
-    vw c0 = index, c1 = index >> 32, c2 = vw{} + (stream & 0xffffffffu), c3 = vw{} + (stream >> 32);
-    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-      const vw p0 = multiply_low(c0, 0xD2511F53u), p1 = multiply_low(c2, 0xCD9E8D57u);
-      c0 = (p1 >> 32) ^ c1 ^ k0;
-      c1 = p1;
-      c2 = (p0 >> 32) ^ c3 ^ k1;
-      c3 = p0;
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
-    }
-    const vw a = (c0 & 0xffffffffu) | (c1 << 32), b = (c2 & 0xffffffffu) | (c3 << 32);
-    // Of each counter: a, b, a, b, ...
-#if TW_VEC_BYTES == 64
-    const vw low = __builtin_shuffle(a, b, vw{0, 8, 1, 9, 2, 10, 3, 11});
-    const vw high = __builtin_shuffle(a, b, vw{4, 12, 5, 13, 6, 14, 7, 15});
-#elif TW_VEC_BYTES == 32
-    const vw low = __builtin_shuffle(a, b, vw{0, 4, 1, 5});
-    const vw high = __builtin_shuffle(a, b, vw{2, 6, 3, 7});
-#else
-    const vw low = {a[0], b[0]}, high = {a[1], b[1]};
-#endif
-    memcpy(buffer + i, &low, sizeof low);
-    memcpy(buffer + i + 2 * kLanes, &high, sizeof high);
+    philox_words(buffer + i, seed, index, index >> 32, vw{} + (stream & 0xffffffffu),
+                 vw{} + (stream >> 32));
     index += kLanes;
   }
   return buffer + skip;

@@ -21,11 +21,23 @@ inline constexpr int MR = 12;
 inline constexpr int MR = 6;
 #endif
 
+// Elementwise maximum; a NaN in x is dropped (the caller sees it again in the exponential).
+template<class A>
+TW_HD vec<A> max_number(vec<A> x, vec<A> m) {
+#if TW_VEC_BYTES == 32
+  if constexpr (sizeof(A) == 4) return (vec<A>)_mm256_max_ps((__m256)x, (__m256)m);
+#elif TW_VEC_BYTES == 64
+  if constexpr (sizeof(A) == 4) return (vec<A>)_mm512_max_ps((__m512)x, (__m512)m);
+#endif
+  return x > m ? x : m;
+}
+
 enum class Start { zero, add, scale };  // C = AB, C + AB, C * factor + AB
 
+// top: if not null, two registers that become the maximum of themselves and the rows of C.
 template<class A, bool TRANSPOSED, Start START, int ROWS>
 void tile_rows(int64_t K, const A* a, int64_t lda, const A* b, int64_t ldb, A* c, int64_t ldc,
-               const A* factor) {
+               const A* factor, A* top) {
   constexpr int L = lanes<A>;
   vec<A> acc[ROWS][2];
 #pragma GCC unroll 16
@@ -55,14 +67,23 @@ void tile_rows(int64_t K, const A* a, int64_t lda, const A* b, int64_t ldb, A* c
     vstore<A>(c + m * ldc, acc[m][0]);
     vstore<A>(c + m * ldc + L, acc[m][1]);
   }
+  if constexpr (START == Start::zero && !TRANSPOSED)
+    if (top) {
+      vec<A> most[2] = {vload<A>(top), vload<A>(top + L)};
+#pragma GCC unroll 16
+      for (int m = 0; m < ROWS; ++m)
+        for (int i = 0; i < 2; ++i) most[i] = max_number<A>(acc[m][i], most[i]);
+      vstore<A>(top, most[0]);
+      vstore<A>(top + L, most[1]);
+    }
 }
 
 template<class A, bool TRANSPOSED, Start START>
 void tile_gemm(int rows, int64_t K, const A* a, int64_t lda, const A* b, int64_t ldb, A* c,
-               int64_t ldc, const A* factor = nullptr) {
+               int64_t ldc, const A* factor = nullptr, A* top = nullptr) {
 #define TW_ROWS(n) \
   case n:          \
-    return tile_rows<A, TRANSPOSED, START, n>(K, a, lda, b, ldb, c, ldc, factor)
+    return tile_rows<A, TRANSPOSED, START, n>(K, a, lda, b, ldb, c, ldc, factor, top)
   switch (rows) {
     TW_ROWS(1);
     TW_ROWS(2);
@@ -162,17 +183,6 @@ void transpose_to_lanes(A* dst, int64_t ld_dst, const A* src, int64_t ld_src, in
 }
 
 // ---- softmax pieces
-
-// Elementwise maximum; a NaN in x is dropped (the caller sees it again in the exponential).
-template<class A>
-TW_HD vec<A> max_number(vec<A> x, vec<A> m) {
-#if TW_VEC_BYTES == 32
-  if constexpr (sizeof(A) == 4) return (vec<A>)_mm256_max_ps((__m256)x, (__m256)m);
-#elif TW_VEC_BYTES == 64
-  if constexpr (sizeof(A) == 4) return (vec<A>)_mm512_max_ps((__m512)x, (__m512)m);
-#endif
-  return x > m ? x : m;
-}
 
 // 2^x for x < 127, within 1 ulp; exactly 0 below -126.5 and at -inf; NaN stays. x = n + r with
 // |r| <= 1/2; minimax-quality polynomial of degree 6 in r; adding 1.5 * 2^23 + 127 leaves n + 127

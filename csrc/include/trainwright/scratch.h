@@ -7,7 +7,14 @@
 
 namespace tw {
 
-enum class Scratch : int { gemm_packed = 0, gemm_task = 1, gemm_bias = 2, count = 3 };
+enum class Scratch : int {
+  gemm_packed = 0,
+  gemm_task = 1,
+  gemm_bias = 2,
+  attention_task = 3,    // tiles of one task
+  attention_tables = 4,  // tables of tasks
+  count = 5
+};
 
 // At least `bytes`, aligned to 64 bytes (2 MiB for blocks of that size).
 void* scratch(Scratch slot, size_t bytes);

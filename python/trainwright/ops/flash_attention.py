@@ -24,7 +24,7 @@ __all__ = ["flash_attention"]
 EXTRAS = ("varlen", "softcap", "alibi_slopes", "bias", "sinks", "dropout_p")
 _SIZES = (("D", 512), ("Dv", 512))
 CANDIDATES = (  # of flash_attention_varlen too
-    Candidate("cpu", FLOAT_DTYPES, limits=_SIZES, lacks=EXTRAS),
+    Candidate("cpu", FLOAT_DTYPES, limits=_SIZES),
     Candidate("triton", FLOAT_DTYPES[:3], limits=(("D", 256), ("Dv", 256)), lacks=EXTRAS),
     Candidate("torch", FLOAT_DTYPES, limits=_SIZES),
 )
@@ -82,8 +82,9 @@ def flash_attention(
         trainwright.BackendError: no backend can run the call.
 
     Numerics: scores, softmax and sums in fp32 (fp64 for fp64), rounded once; bit-equal for any number of threads. A key
-    that a query does not see never reaches it, even if it is NaN or inf. softcap, alibi_slopes, bias, sinks and dropout
-    run on the torch reference, which stores the (Tq, Tk) matrix. Under autocast q, k, v are cast to the autocast dtype.
+    that a query does not see never reaches it, even if it is NaN or inf. The CPU kernels run every option; what another
+    backend lacks runs on the torch reference, which stores the (Tq, Tk) matrix. Under autocast q, k, v are cast to the
+    autocast dtype.
 
     Source: Dao, "FlashAttention-2", 2023; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 
