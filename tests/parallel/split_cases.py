@@ -18,7 +18,7 @@ from trainwright.parallel import (
     summa_matmul,
     vocab_parallel_cross_entropy,
 )
-from trainwright.parallel._exchange import shard_slice, split_evenly
+from trainwright.parallel._sizes import shard_slice, split_evenly
 
 # (M, K, N): divisible, prime, fewer than ranks (empty shards), none
 SHAPES = [(8, 12, 8), (7, 13, 11), (2, 3, 1), (3, 1, 2), (0, 4, 4), (4, 0, 3)]

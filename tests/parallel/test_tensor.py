@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from trainwright.parallel import ColumnParallelLinear, RowParallelLinear
-from trainwright.parallel._exchange import gather_sizes, gathered_shards, shard_slice, split_evenly
+from trainwright.parallel._exchange import gather_sizes, gathered_shards
+from trainwright.parallel._sizes import shard_slice, split_evenly
 
 # (T rows, K in, N out): divisible, prime, fewer than ranks (empty shards), none
 SHAPES = [(8, 12, 8), (7, 13, 11), (2, 3, 1), (3, 1, 2), (0, 4, 4)]

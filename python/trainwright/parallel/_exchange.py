@@ -1,13 +1,14 @@
 """Shards on the move: the collectives that the tensor-parallel layers overlap with their matrix products.
 
-All are built from point-to-point messages and torch.distributed collectives, run the same on Gloo and NCCL, take
-shards of any size (also empty ones), and sum in fp32 (fp64 for fp64) in rank order, so that overlap, chunk count and
-timing never change a bit. Every rank of the group must call them in the same order.
+All are built from point-to-point messages, after a schedule, and torch.distributed collectives, run the same on Gloo
+and NCCL, take shards of any size (also empty ones), and sum in fp32 (fp64 for fp64) in rank order, so that overlap,
+chunk count and timing never change a bit. Every rank of the group must call them in the same order.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -16,6 +17,14 @@ from torch import Tensor
 
 from trainwright.errors import value_error
 from trainwright.ops._library import acc_dtype
+from trainwright.parallel._schedule_runtime import perform
+from trainwright.parallel._sizes import shard_slice, split_evenly
+from trainwright.parallel.schedule import (
+    Action,
+    Schedule,
+    all_gather_matmul_schedule,
+    matmul_reduce_scatter_schedule,
+)
 
 Group = dist.ProcessGroup | None
 # torch 2.13 renamed it and warns about the old name.
@@ -35,17 +44,6 @@ def check_group(op: str, group: Group) -> None:
         raise value_error(op, "group", "a group that this rank is in", "a group without it")
 
 
-def split_evenly(total: int, parts: int) -> list[int]:
-    """Sizes of `parts` shards of `total`, larger ones first: 7 over 3 is [3, 2, 2]."""
-    base, extra = divmod(total, parts)
-    return [base + (rank < extra) for rank in range(parts)]
-
-
-def shard_slice(sizes: Sequence[int], rank: int) -> slice:
-    start = sum(sizes[:rank])
-    return slice(start, start + sizes[rank])
-
-
 def gather_sizes(size: int, group: Group, device: torch.device) -> list[int]:
     """The `size` of every rank."""
     world = dist.get_world_size(group)
@@ -57,96 +55,76 @@ def gather_sizes(size: int, group: Group, device: torch.device) -> list[int]:
     return [int(s) for s in every.tolist()]
 
 
-_tags: dict[Group, Iterator[int]] = {}
+@functools.lru_cache(maxsize=256)
+def _gather_schedule(sizes: tuple[int, ...], overlap: bool) -> Schedule:
+    return all_gather_matmul_schedule(sizes, overlap=overlap)
 
 
-def _send_and_receive(
-    send: Tensor, to: int, receive: Tensor, source: int, group: Group
-) -> list[dist.Work]:
-    """Start one message each way. An empty tensor is not sent; both ends know its size.
-
-    Every exchange has a tag of its own (the ranks count alike), so that Gloo cannot confuse two messages in flight
-    between the same ranks. NCCL knows no tags and keeps their order.
-    """
-    tag = next(_tags.setdefault(group, itertools.cycle(range(1, 1 << 20))))
-
-    def peer(rank: int) -> int:
-        return rank if group is None else dist.get_global_rank(group, rank)
-
-    operations = []
-    if send.numel():
-        operations.append(dist.P2POp(dist.isend, send, peer(to), group, tag))
-    if receive.numel():
-        operations.append(dist.P2POp(dist.irecv, receive, peer(source), group, tag))
-    return dist.batch_isend_irecv(operations) if operations else []
+@functools.lru_cache(maxsize=256)
+def _scatter_schedule(sizes: tuple[int, ...], overlap: bool) -> Schedule:
+    return matmul_reduce_scatter_schedule(sizes, overlap=overlap)
 
 
 def gathered_shards(
     mine: Tensor, shapes: Sequence[Sequence[int]], group: Group, overlap: bool
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, shard) for every rank: this rank's own first, then those of rank-1, rank-2, ... as they arrive.
+    """Yield (rank, shard) for every rank: this rank's own first, then those of rank-1, rank-2, ... as they arrive, and
+    the empty ones last. `all_gather_matmul_schedule` says when what is sent.
 
-    With `overlap` the next shard is on its way while the caller works on this one; two received shards are alive at a
-    time.
+    A yielded shard is valid until the next one is asked for.
 
     Args:
         mine: this rank's shard; contiguous, and not to be modified before the iterator ends.
         shapes: shape of every rank's shard.
     """
-    world, me = dist.get_world_size(group), dist.get_rank(group)
-
-    def start(step: int) -> tuple[Tensor, list[dist.Work]]:
-        source, to = (me - step) % world, (me + step) % world
-        buffer = mine.new_empty(tuple(shapes[source]))
-        return buffer, _send_and_receive(mine, to, buffer, source, group)
-
-    coming = start(1) if overlap and world > 1 else None
-    yield me, mine
-    for step in range(1, world):
-        buffer, works = coming if coming is not None else start(step)
-        for work in works:
-            work.wait()
-        coming = start(step + 1) if overlap and step + 1 < world else None
-        yield (me - step) % world, buffer
+    sizes = tuple(math.prod(shape) for shape in shapes)
+    tensors = {"x": mine.reshape(-1)}
+    schedule = _gather_schedule(sizes, overlap)
+    for action in perform(schedule, tensors, mine, group):
+        rank = int(action.content[1:].split(".")[0])  # y<rank>.<part>
+        yield rank, tensors[action.reads[0]][: sizes[rank]].view(tuple(shapes[rank]))
+    for rank, size in enumerate(sizes):
+        if size == 0:
+            yield rank, mine.new_empty(tuple(shapes[rank]))
 
 
 class ScatteredSum:
     """Rows of a sum over ranks, computed where they are needed: matmul -> reduce-scatter.
 
-    `partial(target)` computes this rank's contribution, in the accumulation dtype, to the rows that rank `target`
-    keeps. The rows of the other ranks are computed and sent first, this rank's own last; `finish` returns them,
-    summed in rank order.
+    `partial(target)` computes this rank's contribution to the rows that rank `target` keeps: (sizes[target], columns),
+    in the accumulation dtype, that of `like`. `matmul_reduce_scatter_schedule` says in which order; `finish` returns
+    this rank's rows, summed in rank order.
     """
 
     def __init__(
-        self, partial: Callable[[int], Tensor], shape: Sequence[int], group: Group, overlap: bool
-    ) -> None:
-        world, me = dist.get_world_size(group), dist.get_rank(group)
-        self.parts: list[Tensor | None] = [None] * world
-        self.works: list[dist.Work] = []
-        self.sent: list[Tensor] = []  # alive until the messages are through
-        for step in range(1, world):
-            source, to = (me - step) % world, (me + step) % world
-            part = partial(to)
-            buffer = part.new_empty(tuple(shape))
-            works = _send_and_receive(part, to, buffer, source, group)
-            self.parts[source] = buffer
-            self.sent.append(part)
-            if overlap:
-                self.works += works
-            else:  # a Gloo work must not be waited for twice
-                for work in works:
-                    work.wait()
-        self.parts[me] = partial(me)
+        self, partial: Callable[[int], Tensor], sizes: Sequence[int], columns: int, like: Tensor, group: Group,
+        overlap: bool,
+    ) -> None:  # fmt: skip
+        self.partial, self.me = partial, dist.get_rank(group)
+        self.shape, self.like = (sizes[self.me], columns), like
+        self.tensors: dict[str, Tensor] = {}
+        schedule = _scatter_schedule(tuple(n * columns for n in sizes), overlap)
+        self.actions = perform(schedule, self.tensors, like, group)
+        own = schedule.ranks[self.me]
+        for _ in range(sum(bool(a.writes) for a in own if a.kind == "compute")):
+            self._product(next(self.actions))
+        if not sizes[
+            self.me
+        ]:  # nothing is left to overlap with, and the last message is to be started now
+            list(self.actions)
+
+    def _product(self, action: Action) -> None:
+        target = int(action.content.split(">")[1])  # p<rank>><target>
+        self.tensors[action.writes] = self.partial(target).view(-1)
 
     def finish(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        self.sent.clear()
-        total, *rest = [p for p in self.parts if p is not None]
-        for part in rest:
-            total = total.add_(part)
-        return total
+        total = self.like.new_empty(0)  # no rows or no columns
+        for action in self.actions:
+            total, *rest = [self.tensors[name] for name in action.reads]
+            for part in rest:
+                total.add_(part)
+        self.tensors.clear()
+        return total.view(self.shape)
 
 
 class RowAllReduce:

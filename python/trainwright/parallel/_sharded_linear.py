@@ -20,8 +20,8 @@ from trainwright.parallel._exchange import (
     ScatteredSum,
     gathered_shards,
     ordered_all_reduce,
-    shard_slice,
 )
+from trainwright.parallel._sizes import shard_slice
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -101,7 +101,9 @@ class ColumnSequence(torch.autograd.Function):
         if need_x:
             reduction = ScatteredSum(
                 lambda target: _product(dy[shard_slice(ctx.sizes, target)], weight, None, acc),
-                x.shape,
+                ctx.sizes,
+                x.shape[1],
+                dy.new_empty(0, dtype=acc),
                 ctx.group,
                 ctx.overlap,
             )
@@ -168,7 +170,9 @@ class RowSequence(torch.autograd.Function):
         return (
             ScatteredSum(
                 lambda target: _product(x[shard_slice(sizes, target)], weight.t(), own_bias, acc),
-                (sizes[me], weight.shape[0]),
+                sizes,
+                weight.shape[0],
+                x.new_empty(0, dtype=acc),
                 group,
                 overlap,
             )
@@ -228,5 +232,7 @@ class SplitColumns(torch.autograd.Function):
 
 def _all_columns(x: Tensor, sizes: list[int], group: Group) -> Tensor:
     shapes = [(x.shape[0], n) for n in sizes]
-    shards = dict(gathered_shards(x.contiguous(), shapes, group, overlap=True))
-    return torch.cat([shards[rank] for rank in range(len(sizes))], dim=1)
+    whole = x.new_empty((x.shape[0], sum(sizes)))
+    for rank, shard in gathered_shards(x.contiguous(), shapes, group, overlap=True):
+        whole[:, shard_slice(sizes, rank)] = shard
+    return whole

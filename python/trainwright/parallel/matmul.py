@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.errors import check_tensor, type_error, value_error
 from trainwright.parallel import _sharded_linear, _summa
-from trainwright.parallel._exchange import Group, check_group, gather_sizes, split_evenly
+from trainwright.parallel._exchange import Group, check_group, gather_sizes
+from trainwright.parallel._sizes import split_evenly
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "summa_matmul"]
 

@@ -31,13 +31,8 @@ from trainwright.errors import (
     value_error,
 )
 from trainwright.parallel import _sharded_linear
-from trainwright.parallel._exchange import (
-    Group,
-    check_group,
-    gather_sizes,
-    shard_slice,
-    split_evenly,
-)
+from trainwright.parallel._exchange import Group, check_group, gather_sizes
+from trainwright.parallel._sizes import shard_slice, split_evenly
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 

@@ -1,0 +1,16 @@
+"""How a length is split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def split_evenly(total: int, parts: int) -> list[int]:
+    """Sizes of `parts` shards of `total`, larger ones first: 7 over 3 is [3, 2, 2]."""
+    base, extra = divmod(total, parts)
+    return [base + (rank < extra) for rank in range(parts)]
+
+
+def shard_slice(sizes: Sequence[int], rank: int) -> slice:
+    start = sum(sizes[:rank])
+    return slice(start, start + sizes[rank])
