@@ -122,7 +122,7 @@ class Schedule:
     def to_text(self) -> str:
         """One line per buffer and action; `from_text` reads it back.
 
-        >>> print(all_gather_matmul_schedule([1, 1]).to_text().splitlines()[5])
+        >>> print(all_gather_matmul_schedule([1, 1]).to_text().splitlines()[6])
           send x to 1 tag 0 holds x0.0 size 1
         """
         lines = [f"schedule {self.name} world {self.world}"]
