@@ -1,7 +1,8 @@
 """Every Triton kernel compiles ahead of time for sm_80, sm_90 and sm_100: no spills, the instructions it is meant for.
 
 Each kernels/<op>.py lists its configurations in `AOT`: (kernel, {argument: type}, {constexpr: value}, warps, [PTX
-patterns]), and compile options if it has any. A type "i32:16" is a multiple of 16. A pattern may start with an
+patterns]), and compile options if it has any, with "archs", the architectures it is meant for; in `AOT_RARE` more,
+for the long run. A type "i32:16" is a multiple of 16. A pattern may start with an
 architecture and a colon ("90:wgmma"); without one it holds for all.
 """
 
@@ -26,13 +27,13 @@ from triton.compiler import ASTSource
 
 module = importlib.import_module("trainwright.kernels." + sys.argv[1])
 rows = []
-for number, (kernel, types, constants, warps, patterns, *options) in enumerate(module.AOT):
+for number, (kernel, types, constants, warps, patterns, *options) in enumerate(getattr(module, sys.argv[2])):
     signature = {name: types.get(name, "constexpr").split(":")[0] for name in kernel.arg_names}
     divisible = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
                  if types.get(n, "").startswith("*") or types.get(n, "").endswith(":16")}
-    for arch in (80, 90, 100):
+    chosen = {"num_warps": warps, **(options[0] if options else {})}
+    for arch in chosen.pop("archs", (80, 90, 100)):
         source = ASTSource(kernel, signature, constants, attrs=divisible)
-        chosen = {"num_warps": warps, **(options[0] if options else {})}
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=chosen)
         ptx = built.asm["ptx"]
         target = re.search(r"\\.target (sm_\\w+)", ptx).group(1)
@@ -50,15 +51,24 @@ print(json.dumps(rows))
 """
 
 
-@pytest.mark.parametrize("op", FILES)
+RARE = sorted(
+    p.stem for p in KERNELS.glob("*.py") if "AOT_RARE" in p.read_text() and p.stem in FILES
+)
+
+
+@pytest.mark.parametrize(
+    ("op", "rows"),
+    [(op, "AOT") for op in FILES]
+    + [pytest.param(op, "AOT_RARE", marks=pytest.mark.slow) for op in RARE],
+)
 @pytest.mark.timeout(600)
-def test_compiles_without_spills(op):
+def test_compiles_without_spills(op, rows):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-c", COMPILE, op], env=env, capture_output=True, text=True
+        [sys.executable, "-c", COMPILE, op, rows], env=env, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    rows = json.loads(result.stdout.splitlines()[-1])
-    assert rows, f"kernels/{op}.py lists no AOT configuration"
-    faults = [r for r in rows if r["spill_bytes"] or r["missing"]]
+    built = json.loads(result.stdout.splitlines()[-1])
+    assert built, f"kernels/{op}.py lists no configuration in {rows}"
+    faults = [r for r in built if r["spill_bytes"] or r["missing"]]
     assert not faults, faults

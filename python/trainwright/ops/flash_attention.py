@@ -19,13 +19,10 @@ from trainwright.ops._attention_checks import check_band, check_bias, check_extr
 
 __all__ = ["flash_attention"]
 
-
-# Options that a backend's kernels may lack; a call that uses one goes to the next backend.
-EXTRAS = ("varlen", "softcap", "alibi_slopes", "bias", "sinks", "dropout_p")
 _SIZES = (("D", 512), ("Dv", 512))
 CANDIDATES = (  # of flash_attention_varlen too
     Candidate("cpu", FLOAT_DTYPES, limits=_SIZES),
-    Candidate("triton", FLOAT_DTYPES[:3], limits=(("D", 256), ("Dv", 256)), lacks=EXTRAS),
+    Candidate("triton", FLOAT_DTYPES[:3], limits=_SIZES),
     Candidate("torch", FLOAT_DTYPES, limits=_SIZES),
 )
 

@@ -1,0 +1,83 @@
+"""Attention kernels that the tests compile ahead of time (tests/build/test_triton_aot.py): bf16, causal, contiguous."""
+
+from trainwright.kernels import _attention_tiles as options
+from trainwright.kernels._attention_backward import (
+    _flash_attention_dkv_kernel,
+    _flash_attention_dq_kernel,
+)
+from trainwright.kernels._attention_bias import _flash_attention_dbias_kernel
+from trainwright.kernels._attention_configs import FIX, look_up
+from trainwright.kernels._attention_forward import _flash_attention_fwd_kernel
+
+KERNELS = {
+    "fwd": _flash_attention_fwd_kernel,
+    "dkv": _flash_attention_dkv_kernel,
+    "dq": _flash_attention_dq_kernel,
+    "dbias": _flash_attention_dbias_kernel,
+}
+# Which option an argument belongs to; without it, it is None.
+OPTION_OF = {
+    "cu_q_ptr": "VARLEN", "cu_k_ptr": "VARLEN", "alibi_ptr": "ALIBI", "bias_ptr": "BIAS", "norm_ptr": "BIAS",
+    "sinks_ptr": "SINKS", "seed_ptr": "DROPOUT",
+}  # fmt: skip
+HEADS, TOKENS = 16, 4096
+TENSOR_CORES = ("80:mma.sync", "90:wgmma", "100:tcgen05|mma.sync")
+
+
+def _row(kind, D, archs, more=(), fix=False, patterns=TENSOR_CORES, **changed):
+    """A row of `AOT` as a model of that head dim has it, with options `more`; `changed`: other constants."""
+    kernel = KERNELS[kind]
+    O = sum(getattr(options, name).value for name in ("RIGHT", *more))
+    BM, BN, warps, stages = look_up(kind + "+" if more else kind, min(archs), 16, D, True)
+    types = {n: "*bf16" for n in kernel.arg_names if n.endswith("_ptr")}
+    fp32 = ("lse", "delta", "norm", "alibi", "bias", "sinks", "dbias", "dalibi")
+    types |= {f"{n}_ptr": "*fp32" for n in fp32}
+    types |= {"bad_ptr": "*i32", "cu_q_ptr": "*i32", "cu_k_ptr": "*i32", "seed_ptr": "*i64"}
+    types |= {n: "fp32" for n in ("scale", "softcap", "rescale")}
+    integers = (
+        "B",
+        "H",
+        "batches",
+        "heads",
+        "Tq",
+        "Tk",
+        "total_q",
+        "total_k",
+        "left",
+        "right",
+        "threshold",
+    )
+    types |= {n: "i32" for n in integers}
+    constants = {n: None for n, option in OPTION_OF.items() if option not in more}
+    types = {n: t for n, t in types.items() if n in kernel.arg_names and n not in constants}
+    for x in ("q", "k", "v", "do"):
+        constants |= {f"{x}_batch": TOKENS * HEADS * D, f"{x}_row": HEADS * D, f"{x}_head": D}
+    constants |= {"alibi_batch": 0, "alibi_head": 1, "bias_batch": 0, "bias_head": 0}
+    constants |= {"bias_i": TOKENS, "bias_j": 1, "D": D, "Dv": D, "group": 1, "G": HEADS}
+    constants |= {
+        "O": O, "BM": BM, "BN": BN, "BD": D, "BDV": D, "EVEN_D": True, "EVEN_DV": True, "PRECISION": "ieee",
+        "STAGES": stages, "FIX": fix, "NEED_DK": True, "NEED_DV": True, "NEED_DQ": True, "NEED_DALIBI": "ALIBI" in more,
+        "SUM_I": False, "SUM_J": False, **({**FIX[kind], "STAGES": 1} if fix else {}), **changed,
+    }  # fmt: skip
+    constants = {n: c for n, c in constants.items() if n in kernel.arg_names}
+    return kernel, types, constants, warps, list(patterns), {"archs": archs}
+
+
+EVERY = ("SOFTCAP", "ALIBI", "BIAS", "SINKS", "DROPOUT")
+AOT = [
+    _row(kind, D, (arch,))
+    for kind in KERNELS
+    if kind != "dbias"
+    for D in (64, 128)
+    for arch in (80, 90, 100)
+]
+# Large head dims, options and the second launch. At 512 a tile is too small for wgmma.
+AOT_RARE = [
+    *(_row(kind, 256, (80,)) for kind in ("fwd", "dkv", "dq")),
+    _row("fwd", 512, (80,)),
+    _row("dkv", 512, (80,), NEED_DV=False),
+    _row("dkv", 512, (80,), NEED_DK=False),
+    _row("dq", 512, (80,)),
+    *(_row(kind, 64, (80,), fix=True) for kind in ("fwd", "dkv", "dq")),
+    *(_row(kind, D, (arch,), EVERY, patterns=()) for kind in KERNELS for D in (64, 128) for arch in (80, 90, 100)),
+]  # fmt: skip

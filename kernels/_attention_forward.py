@@ -1,0 +1,166 @@
+"""Attention, forward: one program per (block of queries, b, h); online softmax over the blocks of keys it sees.
+
+Per key and query 2 (D + Dv) FLOPs; a program reads q and writes out once, and reads the keys and values it sees.
+
+A product of 0 and an inf or NaN of v would reach a query that does not see it. No program looks for them: they show in
+its result, and only a program whose result is not finite runs again (`FIX`), with 0 in their place, and adds them where
+they are seen.
+"""
+
+import triton
+import triton.language as tl
+from trainwright.kernels._attention_scores import (
+    LN2,
+    NATURAL,
+    dropout_terms,
+    exp_of,
+    kept,
+    kept_pairs,
+    score_terms,
+    scores,
+    sink_share,
+    to_unit,
+)
+from trainwright.kernels._attention_tiles import (
+    BIAS,
+    DROPOUT,
+    SINKS,
+    VARLEN,
+    band_of,
+    clean,
+    dot,
+    key_ranges,
+    load,
+    locate,
+    not_finite,
+    odd_row,
+    product,
+    sequence,
+    steps_in,
+    store,
+)
+
+
+@triton.jit
+def _fwd_range(
+    acc, m, l, q, k_ptr, v_ptr, rows, first, split, second, last, k_row, v_row, D, Dv, Tk, terms, band, dropout,
+    MASKED: tl.constexpr, FIX: tl.constexpr, O: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    d, e = tl.arange(0, BD), tl.arange(0, BDV)
+    n, steps = steps_in(first, split, second, last, BN)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        start = step * BN + tl.where(step < n, first, second - n * BN)
+        keys = start + tl.arange(0, BN)
+        k = load(k_ptr, keys, k_row, d, Tk, D, MASKED, not EVEN_D)
+        qk = product(q, tl.trans(k), PRECISION)
+        s, _t, seen = scores(qk, rows[:, None], keys[None, :], terms, band, MASKED, O)
+        if MASKED:
+            s = tl.where(seen, s, float("-inf"))
+        top = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        p = exp_of(s - base[:, None], O)
+        alpha = exp_of(m - base, O)
+        l = l * alpha + tl.sum(p, 1)
+        m = top
+        if DROPOUT & O:
+            p = tl.where(kept(rows, start, dropout, BN), p, 0.0)
+        v = load(v_ptr, keys, v_row, e, Tk, Dv, MASKED, not EVEN_DV)
+        if FIX:
+            v = clean(v)
+        acc = dot(acc * alpha[:, None], p.to(v.dtype), v, PRECISION)
+    return acc, m, l
+
+
+@triton.jit
+def _odd_values(
+    out, q, lse, share, k_ptr, v_ptr, rows, first, last, k_row, v_row, D, Dv, terms, band, dropout, O: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """out and, of each inf or NaN in v, p * v for the queries that see it."""
+    d, e = tl.arange(0, BD), tl.arange(0, BDV)
+    _seed, _threshold, rescale, _b, _h = dropout
+    for key in tl.range(first, last):
+        v, odd, count = odd_row(v_ptr, key, v_row, e, Dv)
+        if count > 0:
+            k, _odd, _count = odd_row(k_ptr, key, k_row, d, D)
+            qk = tl.sum(q.to(tl.float32) * k[None, :], 1)[:, None]
+            i, j = rows[:, None], key + tl.zeros_like(rows)[:, None]
+            s, _t, seen = scores(qk, i, j, terms, band, True, O)
+            p = exp_of(s - to_unit(lse, O)[:, None], O) * share
+            if DROPOUT & O:
+                p *= tl.where(kept_pairs(i, j, dropout), rescale, 0.0)
+            out += tl.where(seen & odd[None, :], p * v[None, :], 0.0)
+    return out
+
+
+@triton.jit
+def _flash_attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bad_ptr, cu_q_ptr, cu_k_ptr, alibi_ptr, bias_ptr, sinks_ptr, seed_ptr,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, alibi_batch, alibi_head, bias_batch,
+    bias_head, bias_i, bias_j, H, group, Tq, Tk, total_q, D, Dv, scale, left, right, softcap, threshold, rescale,
+    FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    if FIX:  # noqa: SIM102
+        if tl.load(bad_ptr + tl.program_id(0)) == 0:
+            return
+    blocks = tl.cdiv(Tq, BM)
+    block, b, h = locate(blocks, H)
+    i0 = (blocks - 1 - block) * BM  # the last first: under a causal mask it has the most work
+    batch, first_q, Tq = sequence(cu_q_ptr, b, Tq, O)
+    batch_k, first_k, Tk = sequence(cu_k_ptr, b, Tk, O)
+    if VARLEN & O:  # noqa: SIM102
+        if i0 >= Tq:
+            tl.store(bad_ptr + tl.program_id(0), 0)
+            return
+    g = h // group
+    rows = i0 + tl.arange(0, BM)
+    d, e = tl.arange(0, BD), tl.arange(0, BDV)
+    q_ptr += batch * q_batch + first_q * q_row + h * q_head
+    k_ptr += batch_k * k_batch + first_k * k_row + g * k_head
+    v_ptr += batch_k * v_batch + first_k * v_row + g * v_head
+    q = load(q_ptr, rows, q_row, d, Tq, D, True, not EVEN_D)
+    band = band_of(Tq, Tk, left, right, O)
+    terms = score_terms(
+        scale, softcap, alibi_ptr, alibi_batch, alibi_head, bias_ptr, bias_batch, bias_head, bias_i, bias_j, b, h, Tq,
+        Tk, O,
+    )  # fmt: skip
+    dropout = dropout_terms(seed_ptr, threshold, rescale, b, h, O)
+    first, inner, outer, last = key_ranges(i0, Tk, band, FIX, O, BM, BN)
+    acc = tl.zeros((BM, BDV), dtype=tl.float32)
+    m = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    l = tl.zeros((BM,), dtype=tl.float32)
+    acc, m, l = _fwd_range(
+        acc, m, l, q, k_ptr, v_ptr, rows, first, tl.minimum(inner, last), outer, last, k_row, v_row, D, Dv, Tk, terms,
+        band, dropout, True, FIX, O, BN, BD, BDV, EVEN_D, EVEN_DV, PRECISION, STAGES,
+    )  # fmt: skip
+    if not (FIX or BIAS & O):
+        acc, m, l = _fwd_range(
+            acc, m, l, q, k_ptr, v_ptr, rows, inner, tl.minimum(outer, last), 0, 0, k_row, v_row, D, Dv, Tk, terms,
+            band, dropout, False, FIX, O, BN, BD, BDV, EVEN_D, EVEN_DV, PRECISION, STAGES,
+        )  # fmt: skip
+    empty = l == 0.0
+    l = tl.where(empty, 1.0, l)
+    if NATURAL & O:
+        lse = m + tl.math.log2(l) * LN2
+    else:
+        lse = (m + tl.math.log2(l)) * LN2
+    lse = tl.where(empty, float("-inf"), lse)
+    share = 1.0
+    if SINKS & O:
+        share = sink_share(lse, tl.load(sinks_ptr + h))
+        l /= share
+        share = share[:, None]
+    if DROPOUT & O:
+        l /= rescale
+    out = tl.where(empty[:, None], 0.0, acc / l[:, None])
+    if FIX:
+        out = _odd_values(
+            out, q, lse, share, k_ptr, v_ptr, rows, first, last, k_row, v_row, D, Dv, terms, band, dropout, O, BD, BDV
+        )  # fmt: skip
+    else:
+        tl.store(bad_ptr + tl.program_id(0), not_finite(out))
+        lse_ptr += (batch * H + h) * total_q + first_q
+        tl.store(lse_ptr + rows, lse, mask=rows < Tq)
+    store(out_ptr + ((batch * total_q + first_q) * H + h) * Dv, rows, H * Dv, e, Tq, Dv, out)
