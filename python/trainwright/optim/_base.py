@@ -139,6 +139,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     module: ClassVar[ModuleType]  # OP, STEP
     hyper: ClassVar[tuple[str, ...]]  # keys of a group; "betas" gives two numbers
     counts_steps: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = (
+        True  # an element's update depends on no other element of its parameter
+    )
     unsupported: ClassVar[frozenset[str]] = frozenset()  # options that its kernels do not know yet
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf for step()
     finds_overflow = True  # LossScaler: step() looks for inf and NaN itself

@@ -59,6 +59,5 @@ def convert_state(
         raise value_error(
             "convert_state", "master_weights", "'fp32' or 'none' for fp16 parameters", "'split16'"
         )
-    for p in params:
-        if p in optimizer.state:
-            optimizer.state[p] = optimizer._in_own_formats(p, optimizer.state[p])
+    for p, values in list(optimizer.state.items()):
+        optimizer.state[p] = optimizer._in_own_formats(p, values)

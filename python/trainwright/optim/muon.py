@@ -65,6 +65,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
             [ 0.0000, -1.1000]])
     """
 
+    elementwise: ClassVar[bool] = False
     hyper: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "nesterov")
     counts_steps = False
     unsupported = frozenset({"split16", "int8", "stochastic_rounding"})

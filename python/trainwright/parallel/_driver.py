@@ -167,6 +167,13 @@ class Driver:
         assert self._round is not None
         return self._round
 
+    def announce(self, doing: str, bucket: int | None, operation: str) -> None:
+        """The caller is about to issue a collective between two steps."""
+        if self.watch is not None:
+            self._issued += 1
+            step = -1 if self._round is None else self._round.step
+            self.watch.position = Position(step, self._issued, doing, bucket, operation, self._sent)
+
     def wait_for(self, work: Any) -> None:
         """Block until a collective issued by the caller is done (on GPU: until the stream may go on)."""
         try:

@@ -48,6 +48,12 @@ class Channel:
         """`send` becomes part `rank` of `out` on all ranks; it may lie there already."""
         return self._backend._allgather_base(out, send)
 
+    def exchange(self, outs: Sequence[Tensor], sends: Sequence[Tensor], total: int) -> Any:
+        """`sends[j]`, of any size, goes to rank j; `outs[i]` comes from rank i, this rank's own perhaps not. `total` is
+        a number of bytes on which all ranks agree.
+        """
+        return self._backend.alltoall(list(outs), list(sends))
+
     def all_reduce(self, x: Tensor) -> Any:
         return self._backend.allreduce([x])
 
@@ -96,22 +102,28 @@ class GlooChannel(Channel):
 
     def all_to_all(self, out: Tensor, send: Tensor) -> Any:
         outs, sends = out.view(self._world, -1), send.view(self._world, -1)
-        return self._exchange(outs.unbind(), sends.unbind())
+        return self._exchange(outs.unbind(), sends.unbind(), out.numel() * out.itemsize)
+
+    def exchange(self, outs: Sequence[Tensor], sends: Sequence[Tensor], total: int) -> Any:
+        return self._exchange(outs, sends, total)
 
     def all_gather(self, out: Tensor, send: Tensor) -> Any:
         outs = out.view(self._world, -1).unbind()
         if outs[self._rank].data_ptr() != send.data_ptr():
             outs[self._rank].copy_(send)
-        return self._exchange(outs, [send] * self._world)
+        return self._exchange(outs, [send] * self._world, out.numel() * out.itemsize)
 
-    def _exchange(self, outs: Sequence[Tensor], sends: Sequence[Tensor]) -> _Messages:
+    def _exchange(self, outs: Sequence[Tensor], sends: Sequence[Tensor], total: int) -> _Messages:
         # The size, hashed to 20 bits, is part of the tag: messages of ranks that have diverged never meet.
-        size = outs[0].numel() * outs[0].itemsize * 0x9E3779B1 % (1 << 32) >> 12
+        size = total * 0x9E3779B1 % (1 << 32) >> 12
         self._count = (self._count + 1) % (1 << 11)
         tag = self._count << 20 | size
         peers = [(self._rank + i) % self._world for i in range(1, self._world)]
-        works = [self._backend.recv([outs[peer]], peer, tag) for peer in reversed(peers)]
-        works += [self._backend.send([sends[peer]], peer, tag) for peer in peers]
+        here = [peer for peer in reversed(peers) if outs[peer].numel()]
+        works = [self._backend.recv([outs[peer]], peer, tag) for peer in here]
+        works += [
+            self._backend.send([sends[peer]], peer, tag) for peer in peers if sends[peer].numel()
+        ]
         return _Messages(works)
 
     def when_done(self, work: Any, call: Callable[[str | None], None]) -> None:

@@ -63,7 +63,7 @@ class Reducer:
         self.weight: float | None = None  # of the next backward
         self.buffers: BufferSync | None = None
         self.stats = StepStats()
-        self._wire = wire
+        self.wire = wire
         self._bucket_mb = bucket_mb
         self._unused = unused
         self._timeout = timeout
@@ -102,14 +102,14 @@ class Reducer:
             active = [i for i, wanted in enumerate(mask) if wanted]
             layout = FlatLayout.build(
                 [self._places[i][:2] for i in active],
-                world=self._wire.world, bucket_mb=self._bucket_mb,
+                world=self.wire.world, bucket_mb=self._bucket_mb,
             )  # fmt: skip
             plan = self._plans[mask] = Plan(layout, active)
         return plan
 
     def compare_layouts(self, buffers: Sequence[tuple[str, Tensor]]) -> None:
         """At construction: raise on all ranks if parameters, buffers or what is frozen differ."""
-        wire = self._wire
+        wire = self.wire
         everything = [*[(name, p) for name, p, _, _ in self._places], *buffers]
         state = FlatLayout.build(everything, world=wire.world, bucket_mb=1024, group="state")
         for layout in (state, self.plan().layout):
@@ -162,7 +162,7 @@ class Reducer:
         if self.no_sync:
             return Backward(plan, "local", weight)
         last = self.micro is None or self.micro[0] == self.micro[1] - 1
-        if last and self._wire.world == 1 and self._sums.plan is None and weight:
+        if last and self.wire.world == 1 and self._sums.plan is None and weight:
             return Backward(plan, "alone", weight)
         b = Backward(plan, "sync" if last else "add", weight)
         b.left = list(plan.expected)
@@ -245,7 +245,7 @@ class Reducer:
         self._now, self._task = None, -1
         _open.discard(self)
         self._sums.drop()
-        if b.mode == "sync" and self._wire.world > 1:
+        if b.mode == "sync" and self.wire.world > 1:
             self.driver.interrupted()
 
     def _finish(self) -> None:
@@ -384,7 +384,7 @@ class Reducer:
         if complete or self._unused != "error":
             return None
         names = [slot.name for slot in b.plan.layout.slots]
-        return _checks.unused_error(names, self._wire.ranks, used, weights)
+        return _checks.unused_error(names, self.wire.ranks, used, weights)
 
     # ---- accumulation
 

@@ -83,7 +83,7 @@ class DataParallel(nn.Module):
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
-        op = "DataParallel"
+        op = type(self).__name__
         if not isinstance(module, nn.Module):
             raise type_error(op, "module", "an nn.Module", type(module).__name__)
         if bucket_mb != "auto":

@@ -1,0 +1,187 @@
+"""This rank's ranges of the parameters as 1-D parameters of their own, and the all-gather after an optimizer step.
+
+A range of a contiguous parameter is a view of it, so an optimizer that updates the range updates the parameter. A
+strided parameter's range is a copy, brought up to date before each step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.parallel._checks import Place
+from trainwright.parallel._driver import DEPTH, Driver
+from trainwright.parallel._job import Pool, run_op
+from trainwright.parallel._shards import OwnedBucket, Range, by_owner, divide
+from trainwright.parallel._wire import Wire
+from trainwright.parallel.layout import FlatLayout, Piece
+
+
+class Shard(nn.Parameter):
+    """Elements [shard_offset, shard_offset + numel) of a parameter, row-major."""
+
+    shard_offset: (
+        int  # read by the optimizer: random bits and blocks count elements of the whole parameter
+    )
+
+
+class ShardSet:
+    """Parameters, in order of registration, and what this rank owns of each.
+
+    Args:
+        places: of the module.
+        layout: of all its parameters, frozen ones too.
+        block: elements of a parameter that must not be separated.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        layout: FlatLayout,
+        wire: Wire,
+        driver: Driver,
+        device: torch.device,
+        block: int,
+    ) -> None:
+        self.names = [name for name, _, _, _ in places]
+        self.params = [p for _, p, _, _ in places]
+        self.wire, self.driver = wire, driver
+        self.block = block
+        by_slot = divide(layout, block)
+        self.ranges: list[list[Range]] = by_slot[::-1]  # a slot is a parameter, from the last one
+        self.index = {id(p): i for i, p in enumerate(self.params)}
+        self._buckets = [by_owner(bucket, by_slot, wire.world) for bucket in layout.buckets]
+        self._pool = Pool(device)
+        self.shards: list[list[Shard]] = []
+        for p, ranges in zip(self.params, self.ranges):
+            mine = [r for r in ranges if r.owner == wire.rank]
+            self.shards.append([_shard(_flat(p)[r.begin : r.end], r.begin) for r in mine])
+
+    def of(self, p: Tensor) -> list[Shard]:
+        """This rank's ranges of a parameter, in ascending order."""
+        return self.shards[self.index[id(p)]]
+
+    def refresh(self) -> None:
+        """Let the ranges hold the parameters' values, wherever those now lie."""
+        for p, shards in zip(self.params, self.shards):
+            if not shards:
+                continue
+            flat = _flat(p)
+            for shard in shards:
+                value = flat[shard.shard_offset : shard.shard_offset + shard.numel()]
+                if not p.is_contiguous():
+                    shard.data.copy_(value)
+                elif shard.data_ptr() != value.data_ptr():
+                    shard.data = value
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum, in rank order, of a small CPU tensor of each rank."""
+        return self.of_all_ranks(x).sum(0)
+
+    def of_all_ranks(self, x: Tensor) -> Tensor:
+        """(W, *x.shape): a small CPU tensor of each rank. Collective."""
+        if self.wire.world == 1:
+            return x.unsqueeze(0)
+        every = x.new_empty(self.wire.world, *x.shape)
+        self.driver.announce(f"all-gather of {x.numel()} numbers", None, "all-gather")
+        assert self.wire.control is not None
+        self.driver.wait_for(self.wire.control.all_gather(every.view(-1), x.reshape(-1)))
+        return every
+
+    # ---- all-gather
+
+    def gather(self, wanted: set[int]) -> None:
+        """Set the parameters with these indices to what their owners have. Collective."""
+        flying: deque[tuple[OwnedBucket, Tensor | None, Any]] = deque()
+        for owned in self._buckets:
+            if any(self._param(piece.slot) in wanted for piece in owned.bucket.pieces):
+                flying.append(self._send(owned))
+                if len(flying) == DEPTH:
+                    self._receive(*flying.popleft())
+        while flying:
+            self._receive(*flying.popleft())
+        torch.autograd.graph.increment_version([self.params[i] for i in sorted(wanted)])
+
+    def _param(self, slot: int) -> int:
+        return len(self.params) - 1 - slot
+
+    def _send(self, owned: OwnedBucket) -> tuple[OwnedBucket, Tensor | None, Any]:
+        world, rank, bucket = self.wire.world, self.wire.rank, owned.bucket
+        parts = self._where_they_lie(owned)
+        flat = None
+        if parts is None:
+            flat = self._pool.take(bucket.numel, getattr(torch, bucket.dtype))
+            parts = [flat[owned.cuts[r] : owned.cuts[r + 1]] for r in range(world)]
+            pieces, start = owned.pieces_of(rank), owned.cuts[rank]
+            sources = [self._own(piece) for piece in pieces]
+            if parts[rank].numel():
+                ends = [*(piece.offset - start for piece in pieces), parts[rank].numel()]
+                run_op("bucket_pack", parts[rank], sources, ends, 1.0, None, False)
+        work = None
+        if world > 1 and bucket.numel:
+            doing = f"bucket {bucket.index}, all-gather of {bucket.numel} parameters"
+            self.driver.announce(doing, bucket.index, "all-gather")
+            assert self.wire.gather is not None
+            total = bucket.numel * parts[rank].itemsize
+            work = self.wire.gather.exchange(parts, [parts[rank]] * world, total)
+        return owned, flat, work
+
+    def _receive(self, owned: OwnedBucket, flat: Tensor | None, work: Any) -> None:
+        if work is not None:
+            self.driver.wait_for(work)
+        if flat is None:
+            return
+        outs, offsets, strided = [], [], {}
+        for piece, owner in zip(owned.bucket.pieces, owned.owners):
+            index = self._param(piece.slot)
+            p = self.params[index]
+            if p.is_contiguous():
+                if owner == self.wire.rank:
+                    continue
+                target = p.data.view(-1)
+            else:
+                if index not in strided:
+                    strided[index] = torch.empty(p.numel(), dtype=p.dtype, device=p.device)
+                target = strided[index]
+            if piece.begin < piece.end:
+                outs.append(target[piece.begin : piece.end])
+                offsets.append(piece.offset)
+        if outs:
+            run_op("bucket_unpack", flat, outs, offsets, 1.0, None)
+        for index, values in strided.items():
+            p = self.params[index]
+            p.data.copy_(values.view(p.shape))
+        self._pool.give(flat)
+
+    def _own(self, piece: Piece) -> Tensor:
+        shards = self.shards[self._param(piece.slot)]
+        shard = next(s for s in reversed(shards) if s.shard_offset <= piece.begin)
+        return shard.data[piece.begin - shard.shard_offset : piece.end - shard.shard_offset]
+
+    def _where_they_lie(self, owned: OwnedBucket) -> list[Tensor] | None:
+        """The parts in the parameter's own memory, if the bucket is (part of) one contiguous parameter."""
+        pieces = owned.bucket.pieces
+        p = self.params[self._param(pieces[0].slot)]
+        if len({piece.slot for piece in pieces}) > 1 or not p.is_contiguous():
+            return None
+        if len(set(owned.owners)) < len(pieces):
+            return None
+        flat = p.data.view(-1)
+        parts = [flat[:0]] * self.wire.world
+        for piece, owner in zip(pieces, owned.owners):
+            parts[owner] = flat[piece.begin : piece.end]
+        return parts
+
+
+def _flat(p: Tensor) -> Tensor:
+    return p.data.view(-1) if p.is_contiguous() else p.data.reshape(-1)
+
+
+def _shard(value: Tensor, begin: int) -> Shard:
+    shard = Shard(value, requires_grad=False)
+    shard.shard_offset = begin
+    return shard

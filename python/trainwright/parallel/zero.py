@@ -1,0 +1,224 @@
+"""`Zero`: data parallel whose optimizer state (and, by stage, more) is divided among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.errors import check_int, type_error, value_error
+from trainwright.ops._optimizer_formats import STATE_BLOCK
+from trainwright.ops.grad_norm import clip_grad_norm_
+from trainwright.optim._base import FusedOptimizer
+from trainwright.optim.adamw import AdamW
+from trainwright.parallel import _checks, _parcels, _sharded_step, _zero_state
+from trainwright.parallel._replicas import broadcast_from_first
+from trainwright.parallel._shard_set import ShardSet
+from trainwright.parallel.data import DataParallel
+from trainwright.parallel.layout import FlatLayout
+
+__all__ = ["Zero"]
+
+STAGES = (1,)
+
+
+class Zero(DataParallel):
+    """`DataParallel` whose optimizer updates on each rank only a part of the elements, and keeps state for these alone.
+
+    Gradients, and the parameters after each step, have the bits that `DataParallel` with the same optimizer has, for
+    any world size: an update depends on nothing but its element, and `max_grad_norm`, loss scaling and stochastic
+    rounding see the whole. After `optimizer.step()` the ranks exchange the parts of the parameters that they updated.
+
+    With Ψ parameters in fp32 and AdamW on W ranks a rank holds, in bytes of parameters, gradients and state:
+
+    =======  ================
+    stage 1  8Ψ + 8Ψ / W
+    =======  ================
+
+    Args:
+        module: see `DataParallel`; parameters of fp32, bf16, fp16 or fp64 (not complex).
+        optimizer: a class of `tw.optim` that updates each element by itself: not `Lamb`, not `Muon`.
+        stage: 1 divides the optimizer's state, masters included.
+        params: what the optimizer gets: parameters of `module`, or groups of them with options of their own. None is
+            all parameters in one group.
+        group, bucket_mb, wire_dtype, unused, deterministic, broadcast_buffers, timeout: see `DataParallel`.
+        **optimizer_kwargs: options of the optimizer.
+
+    Raises:
+        TypeError, ValueError: an argument; those of the optimizer come from its constructor.
+        LayoutError, CollectiveError, RuntimeError: see `DataParallel`.
+
+    Attributes:
+        optimizer: an `optimizer` for the parameters of `module`. `step` is collective; all ranks must call it. Groups,
+            schedulers, `torch.amp.GradScaler` and `tw.LossScaler` work as without Zero, and all ranks skip a step
+            together. Its `state` is this rank's; to save it, use the methods of Zero.
+
+    Source: ZeRO (Rajbhandari et al., 2020), with ranges of elements as in its flat buffers.
+
+    >>> import torch, torch.distributed as dist, trainwright as tw
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> zero = tw.parallel.Zero(torch.nn.Linear(2, 1, bias=False), tw.optim.SGD, stage=1, lr=1.0)
+    >>> before = zero.weight.detach().clone()
+    >>> zero(torch.ones(3, 2)).mean().backward()
+    >>> zero.optimizer.step()
+    >>> (before - zero.weight).round().tolist()
+    [[1.0, 1.0]]
+    >>> dist.destroy_process_group()
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: type[FusedOptimizer] = AdamW,
+        *,
+        stage: int,
+        params: Iterable[Any] | None = None,
+        group: Any = None,
+        bucket_mb: float | str = "auto",
+        wire_dtype: torch.dtype | str | None = None,
+        unused: str = "error",
+        deterministic: bool | None = None,
+        broadcast_buffers: bool = True,
+        timeout: float = 60.0,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        op = "Zero"
+        _check(op, module, optimizer, stage)
+        super().__init__(
+            module, group=group, bucket_mb=bucket_mb, wire_dtype=wire_dtype, unused=unused,
+            deterministic=deterministic, broadcast_buffers=broadcast_buffers, timeout=timeout,
+        )  # fmt: skip
+        try:
+            places = _checks.places(module)
+            wire, driver = self._reducer.wire, self._reducer.driver
+            layout = FlatLayout.build(
+                [(name, p) for name, p, _, _ in places], world=wire.world, bucket_mb=bucket_mb
+            )
+            device = places[0][1].device if places else torch.device("cpu")
+            block = STATE_BLOCK if optimizer_kwargs.get("state_dtype") == "int8" else 1
+            self._set = ShardSet(places, layout, wire, driver, device, block)
+            given = [p for _, p, _, _ in places] if params is None else params
+            self.optimizer = _sharded_step.build(optimizer, self._set, given, optimizer_kwargs)
+        except BaseException:
+            self.close()
+            raise
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns the norm before.
+
+        As `tw.clip_grad_norm_` on one process. Tied parameters count once. `max_grad_norm` of the optimizer does the
+        same inside its step, without a pass of its own.
+        """
+        return clip_grad_norm_(self._set.params, max_norm, norm_type)
+
+    def model_state_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state, masters included, that this rank holds now."""
+        tensors = [*self._set.params, *(p.grad for p in self._set.params if p.grad is not None)]
+        for shards in self._set.shards:
+            tensors += shards
+            for shard in shards:
+                values = self.optimizer.state.get(shard, {}).values()
+                tensors += [v for v in values if isinstance(v, Tensor)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
+
+    # ---- state dicts
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """``{"model": ..., "optimizer": ...}`` on the group's rank 0, ``{}`` elsewhere. Collective.
+
+        Copies on the CPU: what ``module.state_dict()`` and the state_dict() of the same optimizer without Zero hold,
+        so either side can load the other's.
+        """
+        parts = _parcels.collect(self._set, _zero_state.optimizer_part(self.optimizer))
+        if self._set.wire.rank:
+            return {}
+        model = {k: _zero_state.cpu(v) for k, v in self.module.state_dict().items()}
+        return {"model": model, "optimizer": _zero_state.full_optimizer(self.optimizer, parts)}
+
+    def load_full_state_dict(self, sd: Mapping[str, Any]) -> None:
+        """Load what `full_state_dict` returned at any world size. Collective; only rank 0's argument is read.
+
+        State is converted to the formats of this optimizer as its `load_state_dict` does.
+
+        Raises:
+            ValueError: on all ranks: rank 0's state is of another module or optimizer.
+        """
+        world = self._set.wire.world
+        letters: list[Any] = []
+        if self._set.wire.rank == 0:
+            try:
+                self.module.load_state_dict(sd["model"])
+                groups, wholes = _zero_state.by_name(self.optimizer, sd["optimizer"])
+                _zero_state.check_groups(self.optimizer, groups)
+                names, ranges = self._set.names, self._set.ranges
+                letters = [
+                    (None, groups, _zero_state.parts_for(r, names, ranges, wholes))
+                    for r in range(world)
+                ]
+            except Exception as error:
+                letters = [(f"{type(error).__name__}: {error}", [], {})] * world
+        problem, groups, part = _parcels.hand_out(self._set, letters)
+        if problem is not None:
+            raise ValueError(f"Zero.load_full_state_dict: sd: {problem}")
+        if world > 1:
+            tensors = [*self._set.params, *self.module.buffers()]
+            broadcast_from_first(self._set.wire, tensors, self._set.driver.wait_for)
+        self._load(groups, part)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the model and the optimizer, as copies on the CPU. Not collective.
+
+        Buffers, and whatever else the module's state_dict holds, are in rank 0's part.
+        """
+        return _zero_state.shard_of(self.module, self.optimizer)
+
+    def load_sharded_state_dict(self, list_of_shards: Sequence[Mapping[str, Any]]) -> None:
+        """Load the `sharded_state_dict` of all ranks of a run, of any world size and bucket size, bit for bit.
+
+        Every rank passes all of them, in any order. Collective.
+
+        Raises:
+            ValueError: the list is not complete, or of another module or optimizer.
+        """
+        shards = _zero_state.check_shards(list_of_shards)
+        groups = shards[0]["optimizer"]["param_groups"]
+        _zero_state.check_groups(self.optimizer, groups)
+        self.module.load_state_dict(_zero_state.joined_model(self.module, self._set, shards))
+        rank, names, ranges = self._set.wire.rank, self._set.names, self._set.ranges
+        part: dict[str, Any] = {}
+        for i, (name, p) in enumerate(zip(names, self._set.params)):
+            found = [s for shard in shards for s in shard["optimizer"]["state"].get(name, ())]
+            if found:
+                whole = {name: _zero_state.join_states(name, found, p.numel())}
+                part |= _zero_state.parts_for(rank, [name], [ranges[i]], whole)
+        self._load(groups, part)
+
+    def _load(self, groups: Sequence[Any], part: Mapping[str, Any]) -> None:
+        self._set.refresh()
+        _zero_state.load_optimizer(self.optimizer, groups, part)
+        self._set.gather(set(range(len(self._set.params))))  # new masters may have moved them
+
+
+def _check(op: str, module: Any, optimizer: Any, stage: Any) -> None:
+    check_int(op, "stage", stage)
+    if stage not in STAGES:
+        raise value_error(
+            op, "stage", f"{' or '.join(map(str, STAGES))} (the stages there are)", stage
+        )
+    if not (isinstance(optimizer, type) and issubclass(optimizer, FusedOptimizer)):
+        got = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise type_error(op, "optimizer", "a class of tw.optim, such as tw.optim.AdamW", got)
+    if not optimizer.elementwise:
+        raise value_error(
+            op, "optimizer", "one that updates each element by itself (AdamW, Adam, SGD, Lion, RMSprop)",
+            f"{optimizer.__name__}, which needs whole parameters",
+        )  # fmt: skip
+    if isinstance(module, nn.Module):
+        for name, p in module.named_parameters():
+            if p.is_complex():
+                raise type_error(op, f"module: {name}", "a real parameter", p.dtype)

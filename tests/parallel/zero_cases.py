@@ -1,0 +1,339 @@
+"""Cases of Zero that run in the ranks (see rank_pool.py): what DataParallel with the same optimizer gives, in bits."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import trainwright as tw
+from data_cases import assert_same_on_all_ranks, batch, everyone, mlp, share
+from torch import nn
+from trainwright.parallel import DataParallel, LayoutError, Zero
+
+TIMEOUT = 20.0
+STAGES = (1,)
+
+
+class Zoo(nn.Module):
+    """Tied, frozen, strided, empty, scalar and mixed-dtype parameters, of sizes that no world size divides."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(13, 7)
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+        self.strided = nn.Parameter(torch.randn(11, 7).t())
+        self.back = nn.Linear(11, 7, dtype=torch.bfloat16)
+        self.fp64 = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.norm = nn.BatchNorm1d(7)
+
+    def forward(self, tokens):
+        x = self.norm(self.frozen(self.embedding(tokens)))
+        x = self.back((x @ self.strided).bfloat16()).float() * self.scale
+        return self.head(x).square().mean() * self.fp64.sum() + self.empty.sum()
+
+
+def loss_of(model, rank, world, step):
+    if isinstance(model.module, Zoo):
+        generator = torch.Generator().manual_seed(step)
+        return model(share(torch.randint(13, (6 * world,), generator=generator), rank, world))
+    columns = next(model.parameters()).shape[1]
+    x = batch(4 * world, columns, torch.float32, seed=step)
+    return model(share(x, rank, world)).square().mean()
+
+
+def wide(dtype=torch.float32):
+    """Parameters of several buckets, some of them cut, and int8 blocks across their edges."""
+    return mlp(33, 61, 17, dtype=dtype)
+
+
+def run_both(
+    make, rank, world, optimizer, *, stage, steps=3, options=None, extra=None, act=None, **kwargs
+):
+    """Train with DataParallel and with Zero; both, after their parameters were found equal at every step."""
+    options = {"timeout": TIMEOUT, "unused": "zero", **(options or {})}
+    dp = DataParallel(make(), **options)
+    groups = list(dp.parameters()) if extra is None else extra(dp.module)
+    plain = optimizer(groups, **kwargs)
+    model = make()
+    params = None if extra is None else extra(model)
+    zero = Zero(model, optimizer, stage=stage, params=params, **{**options, **kwargs})
+    for step in range(steps):
+        for m, opt in ((dp, plain), (zero, zero.optimizer)):
+            opt.zero_grad()
+            m.loss_weight(rank + 1)
+            torch.manual_seed(step)
+            if act is None:
+                loss_of(m, rank, world, step).backward()
+                opt.step()
+            else:
+                act(m, opt, step)
+        assert_equal_state(dp, zero)
+    return dp, plain, zero
+
+
+def assert_equal_state(dp, zero):
+    theirs, ours = dp.state_dict(), zero.state_dict()
+    assert theirs.keys() == ours.keys()
+    for name, x in theirs.items():
+        assert torch.equal(x, ours[name]), name
+
+
+def assert_equal_optimizers(ours, theirs):
+    """Of two state_dicts."""
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, state in theirs["state"].items():
+        assert ours["state"][number].keys() == state.keys()
+        for key, x in state.items():
+            y = ours["state"][number][key]
+            assert x.dtype == y.dtype, key
+            assert torch.equal(x, y), (number, key)
+    assert ours["param_groups"] == theirs["param_groups"]
+
+
+OPTIMIZERS = {
+    "adamw": (tw.optim.AdamW, {"lr": 0.02}),
+    "sgd": (tw.optim.SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
+    "rmsprop": (tw.optim.RMSprop, {"lr": 0.002, "centered": True, "momentum": 0.5}),
+    "lion": (tw.optim.Lion, {"lr": 0.002}),
+}
+
+
+def every_kind_of_parameter(rank, world):
+    for stage in STAGES:
+        for bucket_mb in ("auto", 0.0002):
+            options = {"bucket_mb": bucket_mb}
+            for name in OPTIMIZERS if bucket_mb != "auto" else ["adamw"]:
+                optimizer, kwargs = OPTIMIZERS[name]
+                _, plain, zero = run_both(
+                    Zoo, rank, world, optimizer, stage=stage, steps=2, options=options, **kwargs
+                )
+                full = zero.full_state_dict()
+                if rank == 0:
+                    assert_equal_optimizers(full["optimizer"], plain.state_dict())
+                else:
+                    assert full == {}
+            assert_same_on_all_ranks(dict(zero.named_parameters()))
+            assert zero.frozen.weight.grad is None
+
+
+def formats_of_state(rank, world):
+    """Blocks of int8 state and random bits count elements of the whole parameter, wherever the ranges begin."""
+    make = functools.partial(wide, torch.bfloat16)
+    common = {"lr": 0.05, "max_grad_norm": 0.01, "count_lost_updates": True}
+    for stage in STAGES:
+        for kwargs in (
+            {"state_dtype": "int8", "stochastic_rounding": True, "master_weights": "none"},
+            {"state_dtype": torch.bfloat16, "stochastic_rounding": True, "master_weights": "none"},
+            {"master_weights": "split16"},
+        ):
+            _, plain, zero = run_both(
+                make, rank, world, tw.optim.AdamW, stage=stage, options={"bucket_mb": 0.001},
+                act=lambda m, opt, step: (loss_in(m, rank, world, step).backward(), opt.step()),
+                **common, **kwargs,
+            )  # fmt: skip
+            ours, theirs = zero.optimizer.last_step, plain.last_step
+            assert torch.equal(ours.grad_norm, theirs.grad_norm)
+            assert torch.equal(ours.lost_update_fraction, theirs.lost_update_fraction)
+            full = zero.full_state_dict()
+            if rank == 0:
+                assert_equal_optimizers(full["optimizer"], plain.state_dict())
+
+
+def loss_in(model, rank, world, step):
+    x = batch(4 * world, 33, torch.bfloat16, seed=step)
+    return model(share(x, rank, world)).square().mean()
+
+
+def groups_accumulation_and_clipping(rank, world):
+    def act(model, optimizer, step):
+        for i in range(3):
+            with model.accumulate(i, 3):
+                model.loss_weight(1 + (rank + i) % 2)
+                loss_of(model, rank, world, 3 * step + i).backward()
+        if isinstance(model, Zero):
+            norms.append(model.clip_grad_norm(0.05))
+        else:
+            norms.append(tw.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        optimizer.step()
+
+    def groups(module):
+        by_rank = [
+            [p for p in module.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)
+        ]
+        return [{"params": by_rank[0]}, {"params": by_rank[1], "weight_decay": 0.0, "lr": 0.5}]
+
+    norms = []
+    for stage in STAGES:
+        for make in (wide, Zoo):
+            run_both(make, rank, world, tw.optim.AdamW, stage=stage, act=act, extra=groups, steps=2)
+    assert norms[::2] == norms[1::2]
+    assert all(n > 0.05 for n in norms)
+
+
+def freeze_and_unfreeze(rank, world):
+    def act(model, optimizer, step):
+        model.module[0].requires_grad_(step % 2 == 0)
+        loss_of(model, rank, world, step).backward()
+        optimizer.step()
+
+    for stage in STAGES:
+        run_both(wide, rank, world, tw.optim.AdamW, stage=stage, act=act, steps=4,
+                 options={"unused": "skip", "bucket_mb": 0.001})  # fmt: skip
+
+
+def scalers_skip_together(rank, world):
+    """An overflow that one rank alone has: every rank skips, and every scale backs off."""
+    for stage in STAGES:
+        for scaler in (tw.LossScaler(1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)):
+            for unscale in (False, True):
+                zero = Zero(wide(), stage=stage, timeout=TIMEOUT)
+                scale = scaler.get_scale()
+                for step, bad in enumerate((False, True, False)):
+                    before = copy.deepcopy(zero.state_dict())
+                    zero.optimizer.zero_grad()
+                    loss = loss_of(zero, rank, world, step)
+                    if bad and rank == world - 1:
+                        loss = loss * float("inf")
+                    scaler.scale(loss).backward()
+                    if unscale:
+                        scaler.unscale_(zero.optimizer)
+                    scaler.step(zero.optimizer)
+                    scaler.update()
+                    same = all(torch.equal(before[k], v) for k, v in zero.state_dict().items())
+                    assert same == bad
+                    assert zero.optimizer.last_step.skipped.item() == bad
+                assert scaler.get_scale() == scale / 2
+                assert_same_on_all_ranks(dict(zero.named_parameters()))
+
+
+def save(rank, world, stage, kind):
+    """A run of two steps: its shards, its whole, and the parameters after a third step."""
+    make, kwargs = KINDS[kind]
+    zero = Zero(make(), stage=stage, timeout=TIMEOUT, unused="zero", bucket_mb=0.0003, **kwargs)
+    state = {}
+    for step in range(3):
+        if step == 2:
+            state = {"shard": zero.sharded_state_dict(), "full": zero.full_state_dict()}
+        zero.optimizer.zero_grad()
+        zero.loss_weight(int(rank == 0))  # so that the number of ranks does not matter
+        loss_of(zero, 0, 1, step).backward()
+        zero.optimizer.step()
+    return state | {"after": zero.state_dict()}
+
+
+KINDS = {
+    "zoo": (Zoo, {"lr": 0.02}),
+    "int8": (wide, {"lr": 0.02, "state_dtype": "int8", "stochastic_rounding": True}),
+}
+
+
+def resume(rank, world, stage, kind, saved):
+    """From the shards, and from the whole, of a run on another number of ranks, at another bucket size."""
+    make, kwargs = KINDS[kind]
+    for way in ("shards", "full"):
+        torch.manual_seed(rank)
+        model = make()
+        for p in model.parameters():
+            p.data.mul_(0.5)
+        zero = Zero(model, stage=stage, timeout=TIMEOUT, unused="zero", **{**kwargs, "lr": 9.0})
+        if way == "shards":
+            zero.load_sharded_state_dict([s["shard"] for s in saved][::-1])
+        else:
+            zero.load_full_state_dict(saved[0]["full"] if rank == 0 else {})
+        full = zero.full_state_dict()
+        if rank == 0:
+            assert_equal_optimizers(full["optimizer"], saved[0]["full"]["optimizer"])
+            for key, x in saved[0]["full"]["model"].items():
+                assert torch.equal(full["model"][key], x), key
+        zero.loss_weight(int(rank == 0))
+        loss_of(zero, 0, 1, 2).backward()
+        zero.optimizer.step()
+        for key, x in saved[0]["after"].items():
+            assert torch.equal(zero.state_dict()[key], x), (way, key)
+        if len(saved) > 1:
+            with pytest.raises(ValueError, match=f"expected each rank of {len(saved)} once"):
+                zero.load_sharded_state_dict([saved[1]["shard"]])
+
+
+def convert(rank, world):
+    """fp32 state into int8 and bf16 masters, from a plain optimizer's checkpoint, and back into one."""
+    model = wide()
+    plain = tw.optim.AdamW(model.parameters(), state_dtype="int8")
+    dp = DataParallel(model, timeout=TIMEOUT)
+    loss_of(dp, 0, 1, 0).backward()
+    plain.step()
+    zero = Zero(wide(), stage=1, timeout=TIMEOUT, bucket_mb=0.0003)
+    zero.load_full_state_dict({"model": dp.state_dict(), "optimizer": plain.state_dict()})
+    wanted = tw.optim.AdamW(model.parameters())
+    wanted.load_state_dict(plain.state_dict())
+    full = zero.full_state_dict()
+    if rank == 0:
+        for number, state in wanted.state_dict()["state"].items():
+            for key, x in state.items():
+                assert torch.equal(full["optimizer"]["state"][number][key], x)
+    with pytest.raises(
+        ValueError, match=r"load_full_state_dict: sd: ValueError.*expected 1 groups, got 0"
+    ):
+        zero.load_full_state_dict({**full, "optimizer": {"state": {}, "param_groups": []}})
+    with pytest.raises(ValueError, match="int8 state must be asked for at construction"):
+        tw.optim.convert_state(zero.optimizer, state_dtype="int8")
+
+
+BYTES = {1: lambda n, w: 8 * n + 8 * n / w}
+
+
+def bytes_of_model_state(rank, world):
+    """fp32 AdamW, within 3 % of the formula."""
+    for stage in STAGES:
+        zero = Zero(mlp(64, 96, 64, dtype=torch.float32), stage=stage, timeout=TIMEOUT)
+        loss_of(zero, rank, world, 0).backward()
+        zero.optimizer.step()
+        count = sum(p.numel() for p in zero.parameters())
+        formula = BYTES[stage](count, world)
+        assert abs(zero.model_state_bytes() - formula) <= 0.03 * formula
+
+
+def a_rank_that_does_not_step(rank, world):
+    """It is named on the others, within the timeout."""
+    zero = Zero(wide(), stage=1, timeout=2.0)
+    loss_of(zero, rank, world, 0).backward()
+    if rank == 0:
+        dist.barrier()
+    else:
+        with pytest.raises(
+            tw.parallel.CollectiveError, match=r"rank 0 .*all-gather of \d+ parameters"
+        ):
+            zero.optimizer.step()
+        dist.barrier()
+
+
+def arguments(rank, world):
+    zero = functools.partial(Zero, nn.Linear(2, 2), timeout=TIMEOUT)
+    for stage in (0, 4):
+        with pytest.raises(ValueError, match=f"Zero: stage: expected 1.*got {stage}"):
+            zero(stage=stage)
+    for optimizer in (tw.optim.Lamb, tw.optim.Muon):
+        with pytest.raises(ValueError, match=f"optimizer: .*got {optimizer.__name__}, which needs"):
+            zero(optimizer, stage=1)
+    with pytest.raises(TypeError, match=r"optimizer: expected a class of tw\.optim.*got SGD"):
+        zero(torch.optim.SGD, stage=1)
+    with pytest.raises(TypeError, match=r"a real parameter, got torch\.complex64"):
+        Zero(nn.ParameterDict({"c": torch.ones(2, dtype=torch.complex64)}), stage=1)
+    with pytest.raises(ValueError, match="learning rate"):
+        zero(stage=1, lr=-1.0)
+    with pytest.raises(ValueError, match="Zero: params: expected parameters of module"):
+        zero(stage=1, params=[nn.Parameter(torch.ones(2))])
+    with pytest.raises(RuntimeError, match="use full_state_dict"):
+        zero(stage=1).optimizer.state_dict()
+    if world > 1:
+        with pytest.raises(LayoutError, match="Zero: at construction"):
+            Zero(nn.Linear(2, 2 + rank), stage=1, timeout=TIMEOUT)
+    assert len(set(map(str, everyone("done")))) == 1
