@@ -135,6 +135,49 @@ def check_reference(
         assert same_bits(value, inputs[name]), f"{name} was modified"
 
 
+# The kernels that test the virtual GPU itself: (relative, absolute) error against an answer in fp64. A tensor core adds
+# 8 to 32 products at a time and rounds once: up to K / 8 roundings of the accumulator's type, of all products' sizes.
+VGPU_ERROR = {
+    "bf16 accumulated in fp32": (2**-22, 0.0),  # and fp16, fp8
+    "fp16 accumulated in fp16": (2**-9, 0.0),
+    "tf32 accumulated in fp32": (2**-21, 0.0),
+    "fp64 accumulated in fp64": (2**-50, 0.0),
+    "integers": (0.0, 0.0),
+    "fp64 mma": (1e-14, 1e-14),
+    "bf16 matmul": (2**-8, 1e-4),  # half a unit of the result, beside those of the accumulator
+    "fp32 matmul": (1e-5, 1e-4),
+    "short matmul": (0.0, 2e-5),
+    "bf16 attention": (0.0, 1e-2),
+    "bf16 attention of values": (
+        2**-7,
+        0.0,
+    ),  # half a unit for P, of the row's largest value, and for the result
+    "fp16 attention of values": (2**-10, 0.0),
+    "lse": (0.0, 2e-6),
+    "lse in base 2": (0.0, 2e-5),
+    "softmax": (0.0, 3e-8),
+    "bf16 layer norm": (2**-8, 1e-6),
+    "layer norm weights": (0.0, 2e-5),
+    "dropout": (0.0, 1e-6),
+    "sin, erf, log, sqrt": (0.0, 1e-6),
+    "fp64 pow": (1e-14, 0.0),
+    "approx.f32": (2**-22, 1e-45),
+    "approx.ftz.f32": (2**-22, 2**-126),
+    "norm of many": (1e-6, 0.0),
+    "squares of many": (1e-12, 0.0),
+    "adamw of many": (1e-6, 1e-7),
+    "lamb of many": (1e-6, 1e-6),
+}
+
+
+def vgpu_close(kind: str, got: Any, want: Any, magnitude: Any = None) -> bool:
+    """Whether got is near want everywhere, by VGPU_ERROR[kind]; relative to `magnitude` if that is given."""
+    relative, absolute = VGPU_ERROR[kind]
+    got, want = (torch.as_tensor(x, dtype=torch.float64) for x in (got, want))
+    size = want.abs() if magnitude is None else magnitude
+    return bool(((got == want) | ((got - want).abs() <= relative * size + absolute)).all())
+
+
 def same_bits(a: Tensor, b: Tensor | None) -> bool:
     """Equal shapes, dtypes and bit patterns (so NaN equals the same NaN)."""
     if b is None or a.shape != b.shape or a.dtype != b.dtype:
@@ -237,3 +280,9 @@ def backends_for_tests(function: Callable[..., Any]) -> list[str]:
         return [b for b in ("cuda", "triton") if available.get(b) == "ok"]
     virtual = ["vgpu"] if "cuda" in available else []
     return [b for b in ("cpu", "triton", "torch") if available.get(b) == "ok"] + virtual
+
+
+def interpreted(backend: str) -> bool:
+    """Whether this is Triton in its interpreter, which is slow: of the longest tables it runs the rows that reach all
+    of its code. Compiled, on a GPU or the virtual one, it runs them all."""
+    return backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"

@@ -27,6 +27,7 @@ struct Launch {
   GlobalMap memory;
   Observer* observer = nullptr;
   Check check = Check::off;             // who is asked before the observer
+  bool unfenced_copies = false;         // of a compiler that hands data of cp.async to wgmma so
   GlobalRaces* global_races = nullptr;  // set by run_grid
   Counters* counters = nullptr;
 

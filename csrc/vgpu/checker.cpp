@@ -45,6 +45,7 @@ Checker::Checker(Cluster& cluster)
       next_(cluster.launch().observer),
       global_(cluster.launch().global_races),
       strict_(cluster.launch().check == Check::strict),
+      unfenced_copies_(!strict_ && cluster.launch().unfenced_copies),
       per_block_(cluster.launch().warps_per_block()),
       readers_(number_of_readers(cluster)),
       width_(readers_),
@@ -129,6 +130,7 @@ void Checker::start_cluster() {
     std::fill(b.remote.begin(), b.remote.end(), 0);
   }
   mbarriers_.clear();
+  tensor_maps_.clear();
   cluster_barrier_.arriving.clear();
   cluster_opened_.clear();
   flags_.clear();

@@ -13,9 +13,11 @@
 //   reads    of each granule and warp: when it last read it, or that an asynchronous operation still does
 // Lanes of a warp are ordered among themselves by bar.warp.sync and by barriers only, not by running in step.
 // A wgmma is one operation of four warps: a wait by one of them is known to be the end of all its reads of shared memory,
-// and passes on with barriers. Outside Check::strict three things pass that PTX forbids, but that compilers do and
-// assemblers cope with: f16 accumulators unpacked before the wait, accumulators copied and A computed after wgmma.fence,
-// and data of cp.async read by wgmma without a proxy fence.
+// and passes on with barriers. Outside Check::strict two things pass that PTX forbids, but that compilers do and
+// assemblers cope with: f16 accumulators unpacked before the wait, accumulators copied and A computed after wgmma.fence.
+// A third passes with Launch::unfenced_copies alone: data of cp.async read by wgmma without a proxy fence. Triton 3.6
+// emits no such fence where Triton 3.7 and later do; nothing else in the PTX tells the two apart, so a lost fence would be
+// found only with false alarms on Triton 3.6.
 // Atomic and volatile accesses do not race with each other. Two writes of the same value do not race: compilers emit
 // replicated stores.
 #pragma once

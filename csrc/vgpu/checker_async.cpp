@@ -61,10 +61,9 @@ void Checker::async(Warp& w, const Instr& in, int lane, const AsyncAccess& a) {
         if (unfenced(me, c) || !clean(me, own, c.lane(), c)) [[unlikely]] {
           const At at{w, in, lane, c.lane(), b, g, "an asynchronous read"};
           check_read(at, false);
-          // Older compilers hand data of cp.async to wgmma without a proxy fence, and it has not been seen to fail.
           const bool copied =
               c.pc() < program_.code.size() && program_.code[c.pc()].kind == Class::async_copy;
-          if (!(wgmma && copied) || strict_) check_fenced(at, at.verb);
+          if (!(wgmma && copied && unfenced_copies_)) check_fenced(at, at.verb);
         }
         // Warps of a warpgroup issue their parts one after the other: the newest operation counts.
         if (!wgmma || !(reads[reader] & kInFlight) || reads[reader] < tag) reads[reader] = tag;
@@ -80,6 +79,34 @@ void Checker::async(Warp& w, const Instr& in, int lane, const AsyncAccess& a) {
       return o.id == a.id && o.warp == &w && o.kind == a.kind;
     });
   }
+}
+
+// A copy reads the map through a proxy of its own: a fence that acquires it must come between it and the write.
+void Checker::tensor_map(Warp& w, const Instr& in, int lane, const uint8_t* at, MapUse use) {
+  if (next_) next_->tensor_map(w, in, lane, at, use);
+  const uint32_t own = slot(w);
+  WarpState& me = warps_[own];
+  if (use == MapUse::written) {
+    tensor_maps_[at] = {own, me.now, program_.pc_of(in), std::vector<uint32_t>(readers_)};
+    tick(me);
+    return;
+  }
+  const auto found = tensor_maps_.find(at);
+  if (found == tensor_maps_.end()) return;
+  TensorMapState& m = found->second;
+  const auto ordered = [&](uint32_t u, uint32_t clock) {
+    return u == own || clock <= me.clock.seen[u];
+  };
+  if (use == MapUse::acquired) {
+    if (ordered(m.owner, m.clock)) m.acquired[own] = me.now;
+    return;
+  }
+  for (uint32_t u = 0; u < readers_; ++u)
+    if (m.acquired[u] && ordered(u, m.acquired[u])) return;
+  w.fault(Kind::race, in, lane,
+          "tensor map: " + who(m.owner) + " wrote it at " + place(m.pc) +
+              ", and no fence.proxy.tensormap::generic.acquire of it comes before this copy",
+          reinterpret_cast<uint64_t>(at));
 }
 
 void Checker::wgmma_leave(Warp& w, const Instr& in, uint64_t id) {

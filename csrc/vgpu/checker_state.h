@@ -93,6 +93,13 @@ struct MBarrierState {
   uint32_t address = 0;
   uint32_t block = 0;  // rank
   uint32_t init_owner = 0, init_clock = 0, init_pc = 0;
+  std::vector<uint32_t> used;  // by warp: when it last arrived or had waited
+};
+
+// A tensor map that the kernel has written to global memory.
+struct TensorMapState {
+  uint32_t owner = 0, clock = 0, pc = 0;  // of the write
+  std::vector<uint32_t> acquired;         // by warp: when its fence came after the write, or 0
 };
 
 struct Outstanding {
@@ -141,10 +148,12 @@ class Checker final : public Observer {
   void warp_sync(Warp&, const Instr&, uint32_t lanes) override;
   void fence(Warp&, const Instr&) override;
   void mbarrier_init(Warp&, const Instr&, int lane, const uint8_t*) override;
+  void mbarrier_inval(Warp&, const Instr&, int lane, const uint8_t*) override;
   void mbarrier_signal(Warp&, const Instr&, int lane, const uint8_t*, bool asynchronous,
                        bool completes) override;
   void mbarrier_leave(Warp&, const Instr&, int lane, const uint8_t*) override;
   void async(Warp&, const Instr&, int lane, const AsyncAccess&) override;
+  void tensor_map(Warp&, const Instr&, int lane, const uint8_t*, MapUse) override;
   void wgmma_leave(Warp&, const Instr&, uint64_t id) override;
   void registers(Warp&, const Instr&, const uint32_t* offsets, uint32_t accumulators,
                  uint32_t count, bool done) override;
@@ -168,6 +177,8 @@ class Checker final : public Observer {
   void arrive(WarpState& me, uint32_t own, Clock& at) const;
   void tick(WarpState& me) const { me.now += me.now < kMaxClock; }
   MBarrierState& mbarrier(Warp& w, const Instr& in, int lane, const uint8_t* host, uint32_t* index);
+  // Nobody uses it any more: it may become another or plain memory.
+  void check_unused(const Warp& w, const Instr& in, int lane, const MBarrierState& m) const;
 
   void use_remote(BlockState& b, const WarpState& me, uint32_t own, uint32_t pc) const {
     b.remote[own] = me.now;
@@ -217,6 +228,7 @@ class Checker final : public Observer {
   Observer* next_;
   GlobalRaces* global_;
   const bool strict_;
+  const bool unfenced_copies_;  // wgmma may read data of cp.async without a proxy fence
   uint32_t per_block_, readers_, width_;
   uint32_t shift_;
   uint32_t base_ = 0, newest_ = 0;  // clocks of this cluster of blocks start at base_
@@ -225,6 +237,7 @@ class Checker final : public Observer {
   std::vector<WarpState> warps_;
   std::vector<BlockState> blocks_;
   std::vector<MBarrierState> mbarriers_;
+  std::map<const uint8_t*, TensorMapState> tensor_maps_;
   BarrierState cluster_barrier_;
   std::vector<uint32_t> cluster_waiting_;
   Clock cluster_opened_;

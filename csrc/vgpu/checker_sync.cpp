@@ -107,6 +107,7 @@ MBarrierState& Checker::mbarrier(Warp& w, const Instr& in, int lane, const uint8
       MBarrierState& m = mbarriers_.back();
       m.arriving.resize(width_);
       m.done.resize(width_);
+      m.used.resize(readers_);
       m.phase = base_;
       m.block = r;
       m.address =
@@ -118,15 +119,33 @@ MBarrierState& Checker::mbarrier(Warp& w, const Instr& in, int lane, const uint8
   w.fault(Kind::memory, in, lane, "mbarrier outside of shared memory");
 }
 
+void Checker::check_unused(const Warp& w, const Instr& in, int lane, const MBarrierState& m) const {
+  const uint32_t own = slot(w);
+  for (uint32_t u = 0; u < readers_; ++u)
+    if (u != own && m.used[u] > warps_[own].clock.seen[u])
+      w.fault(Kind::race, in, lane,
+              "mbarrier: nothing orders this after its last use by " + who(u) +
+                  "; that warp last synchronised at " + place(warps_[u].arrived_at),
+              m.address);
+}
+
 void Checker::mbarrier_init(Warp& w, const Instr& in, int lane, const uint8_t* host) {
   if (next_) next_->mbarrier_init(w, in, lane, host);
   uint32_t index = 0;
   MBarrierState& m = mbarrier(w, in, lane, host, &index);
+  check_unused(w, in, lane, m);
   m.arriving.clear();
   m.done.clear();
+  std::fill(m.used.begin(), m.used.end(), 0);
   m.init_owner = slot(w);
   m.init_clock = state(w).now;
   m.init_pc = program_.pc_of(in);
+}
+
+void Checker::mbarrier_inval(Warp& w, const Instr& in, int lane, const uint8_t* host) {
+  if (next_) next_->mbarrier_inval(w, in, lane, host);
+  uint32_t index = 0;
+  check_unused(w, in, lane, mbarrier(w, in, lane, host, &index));
 }
 
 void Checker::mbarrier_signal(Warp& w, const Instr& in, int lane, const uint8_t* host,
@@ -143,6 +162,7 @@ void Checker::mbarrier_signal(Warp& w, const Instr& in, int lane, const uint8_t*
                   who(m.init_owner) + " at " + place(m.init_pc),
               m.address);
     me.arrived_at = program_.pc_of(in);
+    m.used[own] = me.now;
     if (m.block != w.block().rank()) use_remote(blocks_[m.block], me, own, program_.pc_of(in));
     if (!text(w, in).relaxed) arrive(me, own, m.arriving);
   }
@@ -157,8 +177,9 @@ void Checker::mbarrier_signal(Warp& w, const Instr& in, int lane, const uint8_t*
 void Checker::mbarrier_leave(Warp& w, const Instr& in, int lane, const uint8_t* host) {
   if (next_) next_->mbarrier_leave(w, in, lane, host);
   uint32_t index = 0;
-  const MBarrierState& m = mbarrier(w, in, lane, host, &index);
+  MBarrierState& m = mbarrier(w, in, lane, host, &index);
   WarpState& me = state(w);
+  m.used[slot(w)] = me.now;
   if (m.init_owner != slot(w) && m.init_clock > me.clock.seen[m.init_owner])
     w.fault(
         Kind::race, in, lane,

@@ -128,7 +128,7 @@ class Counters::Watch : public Observer {
   }
 
   void access(Warp&, const Instr& in, const Access& a) override {
-    if (in.kind == Class::constant_memory) return;
+    if (in.kind == Class::constant_memory || !a.counted) return;
     Count& c = counts_[all_.program_.pc_of(in)];
     switch (a.space) {
       case ptx::Space::shared:

@@ -233,16 +233,19 @@ uint32_t Decoder::symbol(const ptx::Instruction& in, const Operand& o, int bits)
     return constant(reinterpret_cast<uint64_t>(v->data) + static_cast<uint64_t>(o.offset), 64);
   }
   if (const ptx::Parameter* p = parameter(o.name)) {
-    if (bits != 64)
-      throw UnsupportedError(kernel.name, in.line,
-                             "the address of " + o.name + " has 64 bits: " + in.text);
+    // Those of 64 bits are generic already; those of 32 are offsets, which cvta makes generic: no host address is as
+    // small.
     const int64_t at = static_cast<int64_t>(p->offset) + o.offset;
-    const auto [found, added] =
-        specials.try_emplace({Special::parameters, at}, program->specials.size());
-    if (added) program->specials.push_back({Special::parameters, allocate(64), at});
-    return program->specials[found->second].offset;
+    return bits == 64 ? parameter_address(at) : constant(static_cast<uint64_t>(at), bits);
   }
   throw UnsupportedError(kernel.name, in.line, "'" + o.name + "' is not declared: " + in.text);
+}
+
+uint32_t Decoder::parameter_address(int64_t offset) {
+  const auto [found, added] =
+      specials.try_emplace({Special::parameters, offset}, program->specials.size());
+  if (added) program->specials.push_back({Special::parameters, allocate(64), offset});
+  return program->specials[found->second].offset;
 }
 
 static Flow flow_of(const ptx::Kernel& kernel, const ptx::Instruction& in) {

@@ -149,6 +149,7 @@ uint32_t Decode::local_offset(const ptx::Operand& o) const {
   return o.kind == Operand::Kind::symbol && found != decoder_.locals.end() ? found->second : kNone;
 }
 
+uint32_t Decode::parameter_address(int64_t offset) { return decoder_.parameter_address(offset); }
 uint64_t Decode::parameter_bytes() const { return decoder_.kernel.parameter_bytes; }
 
 // Every register has storage of its own; the checker wants to know where they are used.

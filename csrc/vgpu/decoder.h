@@ -38,8 +38,9 @@ struct Decoder {
   }
   uint32_t special(const ptx::Instruction& in, const std::string& name, int bits);
   uint32_t constant(uint64_t value, int bits);
-  // A variable's address, as a constant; a parameter's, as a special register.
+  // A variable's address, as a constant; a parameter's, as a special register, or its offset if it has 32 bits.
   uint32_t symbol(const ptx::Instruction& in, const ptx::Operand& o, int bits);
+  uint32_t parameter_address(int64_t offset);
   const SharedVariable* shared(std::string_view name) const;
   const ptx::Parameter* parameter(std::string_view name) const;
   void lay_out_variables();

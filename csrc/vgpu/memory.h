@@ -48,7 +48,8 @@ struct Access {
   const uint8_t* value = nullptr;  // store: what is written, by lane; null: unknown
   uint32_t value_stride = 32;      // from one lane's value to the next
   bool async_proxy = false;
-  uint32_t bytes = 0;  // per lane
+  bool counted = true;  // by the counters
+  uint32_t bytes = 0;   // per lane
   uint32_t lanes = 0;
   const uint64_t* address = nullptr;      // [32]; generic
   uint8_t* const* host = nullptr;         // [32]; where the bytes lie

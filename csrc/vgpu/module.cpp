@@ -61,7 +61,7 @@ using Range = std::tuple<uint64_t, uint64_t, bool>;  // address, bytes, read-onl
 py::tuple launch(LoadedModule& module, const std::string& name, Shape grid, Shape block,
                  Shape cluster, uint32_t dynamic_shared, const py::bytes& parameters,
                  const std::vector<Range>& memory, unsigned threads, bool reverse_warps,
-                 Check check, Counters* counters) {
+                 Check check, bool unfenced_copies, Counters* counters) {
   const Program& program = module.program(name);
   Launch l;
   std::copy(grid.begin(), grid.end(), l.grid);
@@ -70,6 +70,7 @@ py::tuple launch(LoadedModule& module, const std::string& name, Shape grid, Shap
   l.dynamic_shared = dynamic_shared;
   l.reverse_warps = reverse_warps;
   l.check = check;
+  l.unfenced_copies = unfenced_copies;
   l.counters = counters;
   const std::string bytes = parameters;
   l.parameters.assign(bytes.begin(), bytes.end());
@@ -223,7 +224,8 @@ PYBIND11_MODULE(_vgpu, m) {
            })
       .def("launch", launch, py::arg("name"), py::arg("grid"), py::arg("block"), py::arg("cluster"),
            py::arg("dynamic_shared"), py::arg("parameters"), py::arg("memory"), py::arg("threads"),
-           py::arg("reverse_warps"), py::arg("check"), py::arg("counters"))
+           py::arg("reverse_warps"), py::arg("check"), py::arg("unfenced_copies"),
+           py::arg("counters"))
       .def(
           "counters",
           [](LoadedModule& m, const std::string& name) {

@@ -31,6 +31,10 @@ struct AsyncAccess {
   const uint8_t* mbarrier = nullptr;
 };
 
+// What happens to a tensor map in global memory: a kernel writes it and releases that, acquires it with a fence, copies
+// with it.
+enum class MapUse : uint8_t { written, acquired, copied };
+
 class Observer {
  public:
   virtual ~Observer() = default;
@@ -58,11 +62,13 @@ class Observer {
   // mbarriers, by host address. A signal is an arrival of the lane (and perhaps announces bytes), or
   // `asynchronous`: made by a copy. `completes`: it has ended the phase.
   virtual void mbarrier_init(Warp&, const Instr&, int /*lane*/, const uint8_t*) {}
+  virtual void mbarrier_inval(Warp&, const Instr&, int /*lane*/, const uint8_t*) {}
   virtual void mbarrier_signal(Warp&, const Instr&, int /*lane*/, const uint8_t*,
                                bool /*asynchronous*/, bool /*completes*/) {}
   // A wait for it, or a test, has succeeded.
   virtual void mbarrier_leave(Warp&, const Instr&, int /*lane*/, const uint8_t*) {}
   virtual void async(Warp&, const Instr&, int /*lane*/, const AsyncAccess&) {}
+  virtual void tensor_map(Warp&, const Instr&, int /*lane*/, const uint8_t*, MapUse) {}
   // A warp has waited for its part of wgmma operation `id` and those before.
   virtual void wgmma_leave(Warp&, const Instr&, uint64_t /*id*/) {}
   // wgmma: the registers are in use (offsets in the warp's file), or free again; first the accumulators, then those
@@ -103,6 +109,9 @@ class TwoObservers : public Observer {
   void mbarrier_init(Warp& w, const Instr& in, int lane, const uint8_t* at) override {
     each(&Observer::mbarrier_init, w, in, lane, at);
   }
+  void mbarrier_inval(Warp& w, const Instr& in, int lane, const uint8_t* at) override {
+    each(&Observer::mbarrier_inval, w, in, lane, at);
+  }
   void mbarrier_signal(Warp& w, const Instr& in, int lane, const uint8_t* at, bool asynchronous,
                        bool completes) override {
     each(&Observer::mbarrier_signal, w, in, lane, at, asynchronous, completes);
@@ -112,6 +121,9 @@ class TwoObservers : public Observer {
   }
   void async(Warp& w, const Instr& in, int lane, const AsyncAccess& a) override {
     each(&Observer::async, w, in, lane, a);
+  }
+  void tensor_map(Warp& w, const Instr& in, int lane, const uint8_t* at, MapUse use) override {
+    each(&Observer::tensor_map, w, in, lane, at, use);
   }
   void wgmma_leave(Warp& w, const Instr& in, uint64_t id) override {
     each(&Observer::wgmma_leave, w, in, id);

@@ -285,6 +285,7 @@ class Decode {
   Address address(const ptx::Operand& o, ptx::Space space);
 
   uint64_t parameter_bytes() const;
+  uint32_t parameter_address(int64_t offset);          // a register
   uint32_t local_offset(const ptx::Operand& o) const;  // of a local variable, or kNone
 
   // brx.idx: how many targets. The core puts their pcs into the pool; those of `bra` into imm.

@@ -184,12 +184,17 @@ const Opcode selp("selp", decode_selp);
 
 // ---- addresses
 
-// cvta{.to}.space.size d, a: global, constant and parameter addresses are generic already.
+// cvta{.to}.space.size d, a: global and constant addresses are generic already, and those of parameters if they have
+// 64 bits.
 template<bool to, uint64_t window>
 constexpr Handler convert_address = lanewise<[](uint64_t a) -> uint64_t {
   if constexpr (to) return a & 0xffffffff;
   return window | (a & 0xffffffff);
 }>;
+constexpr Handler convert_parameter_address =
+    lanewise<[](uint64_t a, uint64_t parameters) -> uint64_t {
+      return a < uint64_t{1} << 16 ? parameters + a : a;
+    }>;
 
 void decode_cvta(Decode& d) {
   d.expect_operands(2, 2);
@@ -204,7 +209,10 @@ void decode_cvta(Decode& d) {
   else if (space == ptx::Space::local)
     d.run(to ? convert_address<true, kLocalWindow> : convert_address<false, kLocalWindow>,
           Class::integer);
-  else
+  else if (space == ptx::Space::param && !to) {
+    d.out.op[2] = d.parameter_address(0);
+    d.run(convert_parameter_address, Class::integer);
+  } else
     d.run(move<uint64_t>, Class::integer);
 }
 const Opcode cvta("cvta", decode_cvta);

@@ -108,6 +108,7 @@ TensorMap load_map(Warp& w, const Instr& in, int lane, uint64_t address) {
       parameter ? reinterpret_cast<const uint8_t*>(address)
                 : resolve_range(w, in, Space::global, Intent::load, sizeof(map), 64, address);
   std::memcpy(&map, from, sizeof(map));
+  if (Observer* o = w.block().observer()) o->tensor_map(w, in, lane, from, MapUse::copied);
   if (const std::string problem = map.problem(); !problem.empty())
     w.fault(Fault::Kind::memory, in, lane, problem, address);
   return map;

@@ -136,6 +136,16 @@ Status run_fence(Warp& w, const Instr& in) {
   if (Observer* o = w.block().observer()) o->fence(w, in);
   return Status::next;
 }
+// pool: the tensor map that is acquired
+Status run_map_fence(Warp& w, const Instr& in) {
+  run_fence(w, in);
+  if (Observer* o = w.block().observer())
+    for_lanes(w.exec, [&](int lane) {
+      const uint64_t map = pool_address(w, w.pool(in), Space::generic, lane);
+      o->tensor_map(w, in, lane, reinterpret_cast<const uint8_t*>(map), MapUse::acquired);
+    });
+  return Status::next;
+}
 void decode_proxy_fence(Decode& d) {
   static constexpr const char* kWords[] = {"alias",
                                            "async",
@@ -144,8 +154,6 @@ void decode_proxy_fence(Decode& d) {
                                            "shared::cta",
                                            "shared::cluster",
                                            "async::generic",
-                                           "tensormap::generic",
-                                           "acquire",
                                            "release",
                                            "sync_restrict::shared::cta",
                                            "sync_restrict::shared::cluster",
@@ -153,7 +161,15 @@ void decode_proxy_fence(Decode& d) {
                                            "cluster",
                                            "gpu",
                                            "sys"};
+  const bool map = d.take("tensormap::generic"), acquires = map && d.take("acquire");
   for (const char* word : kWords) d.take(word);
+  if (acquires) {
+    d.expect_operands(2, 2);
+    push_address(d, 0, Space::generic);
+    if (d.immediate(d.operand(1)) != 128) d.fail("expected a size of 128");
+    d.run(run_map_fence, Class::fence);
+    return;
+  }
   for (size_t i = 0; i < d.operands(); ++i)
     if (d.operand(i).kind != ptx::Operand::Kind::address &&
         d.operand(i).kind != ptx::Operand::Kind::integer)

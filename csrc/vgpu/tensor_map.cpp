@@ -12,6 +12,27 @@ using ptx::Space;
 
 namespace {
 
+// Shows the observer that a lane reads or writes the tensor map at a shared address. How the hardware accesses it is not
+// known, so that it is not counted.
+void observe_map(Warp& w, const Instr& in, int lane, bool store, uint64_t address, uint8_t* host) {
+  Observer* const observer = w.block().observer();
+  if (!observer) return;
+  uint64_t addresses[kLanes] = {};
+  uint8_t* hosts[kLanes] = {};
+  addresses[lane] = address | kSharedWindow;
+  hosts[lane] = host;
+  Access a;
+  a.load = !store;
+  a.store = store;
+  a.counted = false;
+  a.bytes = sizeof(TensorMap);
+  a.lanes = uint32_t{1} << lane;
+  a.address = addresses;
+  a.host = hosts;
+  a.space = Space::shared;
+  observer->access(w, in, a);
+}
+
 // op: 0 address, 1 value; 2 ordinal; detail: kWideAddress and field << 1; op[6]: space
 Status run_replace(Warp& w, const Instr& in) {
   const Space space = static_cast<Space>(in.op[6]);
@@ -20,6 +41,8 @@ Status run_replace(Warp& w, const Instr& in) {
   for_lanes(w.exec, [&](int lane) {
     const AsLane as(w, lane);
     uint8_t* at = resolve_range(w, in, space, Intent::store, sizeof(TensorMap), 64, address[lane]);
+    for (const bool store : {false, true})
+      if (space == Space::shared) observe_map(w, in, lane, store, address[lane], at);
     const uint64_t value =
         in.bytes == 8 ? w.lanes<uint64_t>(in.op[1])[lane] : w.lanes<uint32_t>(in.op[1])[lane];
     TensorMap map;
@@ -80,8 +103,10 @@ Status run_cp_fenceproxy(Warp& w, const Instr& in) {
   const uint64_t to = pool_address(w, pool, Space::global, lane);
   const uint64_t from = pool_address(w, pool + kAddressWords, Space::shared, lane);
   uint8_t* destination = resolve_range(w, in, Space::global, Intent::store, 128, 128, to);
-  const uint8_t* source = resolve_range(w, in, Space::shared, Intent::load, 128, 128, from);
+  uint8_t* source = resolve_range(w, in, Space::shared, Intent::load, 128, 128, from);
+  observe_map(w, in, lane, false, from, source);
   std::memcpy(destination, source, 128);
+  if (Observer* o = w.block().observer()) o->tensor_map(w, in, lane, destination, MapUse::written);
   ++w.block().progress;
   return Status::next;
 }

@@ -43,6 +43,7 @@ Status run_inval(Warp& w, const Instr& in) {
   for_lanes(w.exec, [&](int l) {
     if (!MBarrier::load(host[l]).valid())
       w.fault(Fault::Kind::barrier, in, l, "no mbarrier has been initialised here", address[l]);
+    if (Observer* observer = w.block().observer()) observer->mbarrier_inval(w, in, l, host[l]);
     MBarrier::invalidated().store(host[l]);
   });
   return Status::next;

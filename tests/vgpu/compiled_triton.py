@@ -3,12 +3,14 @@
 test_triton.py runs this file in a process of its own, since it needs Triton's compiler (TRITON_INTERPRET=0).
 """
 
+import math
 import os
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from numerics import vgpu_close
 from trainwright import vgpu
 from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_kernels import attention, matmul, matmul_descriptor, matmul_host_descriptor
@@ -21,11 +23,6 @@ OTHER = {"sm_80": "sm_90a", "sm_90a": "sm_80"}[ARCH]
 def device():
     with vgpu.Device(ARCH) as d:
         yield d
-
-
-def assert_close(got, want, tolerance):
-    error = (got.double() - want.double()).abs().max().item()
-    assert error <= tolerance, f"largest error {error:.3g}, allowed {tolerance:.3g}"
 
 
 # ---- element by element, and rows
@@ -60,7 +57,7 @@ def test_softmax(device):
     x = torch.randn(7, 1000)
     out = torch.empty_like(x)
     softmax_kernel[(3,)](x, out, x.stride(0), 7, 1000, BLOCK=1024, num_warps=8)
-    assert_close(out, x.double().softmax(1), 3e-8)
+    assert vgpu_close("softmax", out, x.double().softmax(1))
 
 
 @triton.jit
@@ -104,11 +101,11 @@ def test_layer_norm(device):
     layer_norm_kernel[(N,)](x, w, b, y, mean, rstd, C, 1e-5, BLOCK=1024)
     wide = x.double()
     want = torch.nn.functional.layer_norm(wide, (C,), w.double(), b.double(), 1e-5)
-    assert ((y.double() - want).abs() <= want.abs() * 2**-8 + 1e-6).all()  # half an ulp of bf16
+    assert vgpu_close("bf16 layer norm", y, want)
     dw, lock = torch.zeros(2, C), torch.zeros(2, dtype=torch.int32)
     layer_norm_weight_kernel[(N,)](dy, x, mean, rstd, dw, lock, C, GROUPS=2, BLOCK=1024)
     normed = (wide - wide.mean(1, True)) / (wide.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
-    assert_close(dw.sum(0), (dy.double() * normed).sum(0), 2e-5)
+    assert vgpu_close("layer norm weights", dw.sum(0), (dy.double() * normed).sum(0))
 
 
 @triton.jit
@@ -148,7 +145,7 @@ def test_dropout_draws_philox(device):
     signed = torch.where(word >= 1 << 31, word - (1 << 32), word)
     uniform = torch.where(signed < 0, -signed - 1, signed).float() * 4.6566127342e-10
     assert torch.equal(out != 0, uniform > p)
-    assert_close(out, torch.where(uniform > p, x / (1 - p), 0), 1e-6)
+    assert vgpu_close("dropout", out, torch.where(uniform > p, x / (1 - p), 0))
 
 
 # ---- scans, sorts, atomics, functions
@@ -195,7 +192,7 @@ def test_functions(device):
     functions_kernel[(1,)](x, out, B=128)
     wide = x.double()
     want = torch.stack([wide.sin(), wide.erf(), wide.abs().log1p(), wide.abs().sqrt()])
-    assert_close(out, want, 1e-6)
+    assert vgpu_close("sin, erf, log, sqrt", out, want)
 
 
 @triton.jit
@@ -227,10 +224,8 @@ def counted(k, launch):
     return counters
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 2e-5), (torch.float16, 2e-5), (torch.float32, 2e-5)]
-)
-def test_matmul_and_its_flops(dtype, tolerance):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_matmul_and_its_flops(dtype):
     M, N, K = 128, 64, 96
     a, b, c = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype), torch.empty(M, N)
     k = counted(
@@ -238,7 +233,7 @@ def test_matmul_and_its_flops(dtype, tolerance):
     )
     if dtype == torch.float32:  # tf32: the low 13 bits do not count
         a, b = ((t.view(torch.int32) & ~0x1FFF).view(torch.float32) for t in (a, b))
-    assert_close(c, a.double() @ b.double(), tolerance)
+    assert vgpu_close("short matmul", c, a.double() @ b.double())
     tensor = {kind: n for kind, n in k.flops.items() if kind.startswith("tensor")}
     assert tensor == {"tensor tf32" if dtype == torch.float32 else "tensor f16": 2 * M * N * K}
     assert k.store.bytes == 4 * M * N and k.footprint_written == 4 * M * N
@@ -261,7 +256,7 @@ def test_matmul_through_descriptors(host):
     else:
         k = counted("matmul_descriptor", lambda: matmul_descriptor[grid](a, b, c, M, N, K, *tiles))
     want = a.double() @ b.double()
-    assert ((c.double() - want).abs() <= want.abs() * 2**-8 + 1e-4).all()
+    assert vgpu_close("bf16 matmul", c, want)
     assert k.store.bytes >= 2 * M * N and k.tensor_flops == 2 * 128 * 128 * 96
 
 
@@ -274,8 +269,8 @@ def test_flash_attention(device, causal):
     score = q.double() @ k.double().T * D**-0.5
     if causal:
         score = score.masked_fill(torch.ones(S, S).tril().logical_not(), -torch.inf)
-    assert_close(out, score.softmax(1) @ v.double(), 1e-2)
-    assert_close(lse, score.logsumexp(1) / torch.log(torch.tensor(2.0).double()), 2e-5)
+    assert vgpu_close("bf16 attention", out, score.softmax(1) @ v.double())
+    assert vgpu_close("lse in base 2", lse, score.logsumexp(1) / math.log(2))
 
 
 # ---- arguments

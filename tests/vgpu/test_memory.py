@@ -168,10 +168,13 @@ mov.u64 %rd1, table; cvta.const.u64 %rd1, %rd1; st.u32 [%rd1], 5; ret;
     module = vgpu.Device("sm_80").load_ptx(text)
     with pytest.raises(vgpu.MemoryFault, match="read-only"):
         module.launch("k", 1, 1, (0,))
-    body = "mov.b64 %rd1, p; cvta.param.u64 %rd1, %rd1; ld.u64 %rd2, [%rd1]; setp.eq.u64 %q0, %rd2, %p;"
-    body += "@%q0 st.u32 [%rd1], 1;"
-    with pytest.raises(vgpu.MemoryFault, match="read-only"):
-        launch(body, (i32(32),))
+    for address in ("mov.b64 %rd1, p;", "mov.b32 %r1, p; cvt.u64.u32 %rd1, %r1;"):  # Triton 3.9
+        body = (
+            address + "cvta.param.u64 %rd1, %rd1; ld.u64 %rd2, [%rd1]; setp.eq.u64 %q0, %rd2, %p;"
+        )
+        body += "@%q0 st.u32 [%rd1], 1;"
+        with pytest.raises(vgpu.MemoryFault, match="read-only"):
+            launch(body, (i32(32),))
 
 
 def test_trap_and_assertions():

@@ -59,7 +59,9 @@ class Device:
             deadlock, which are always found. True: in shared memory, reads of what nobody wrote, data races,
             asynchronous data touched before its wait and missing proxy fences; and wgmma registers touched in flight.
             "strict": also what PTX forbids but compilers do around wgmma: f16 accumulators unpacked before the wait,
-            accumulators copied and operands computed after wgmma.fence, data of cp.async without a proxy fence.
+            accumulators copied and operands computed after wgmma.fence; and data of cp.async that wgmma reads without
+            a proxy fence in PTX of LLVM. Triton 3.6 emits that, so that it cannot be told from a fence that was lost;
+            elsewhere (nvcc, later Triton inside ``with device:``) True finds it too.
             "global": as True, and data races between blocks in global memory (slow). False: nothing more.
         count: count what launches do, for `counters`. Costs time; nothing when False.
     """
@@ -151,6 +153,9 @@ class Module:
         self.device = device
         self._native = native
         self._text = text
+        # Whether its compiler may hand data of cp.async to wgmma without a proxy fence: Triton 3.6, for all that LLVM
+        # says of itself.
+        self._unfenced_copies = "LLVM NVPTX" in text[:200]
 
     @property
     def kernels(self) -> list[str]:
@@ -215,6 +220,7 @@ class Module:
             threads=self.device.threads,
             reverse_warps=bool(reverse_warps),
             check=CHECKS[self.device.check],
+            unfenced_copies=self._unfenced_copies,
             counters=counters,
         )
         if self.device._counters is not None and counters is not None:

@@ -33,6 +33,7 @@ _FIRST_DEVICE = 1000  # Triton caches by device number; a real GPU has a small o
 # CUtensorMapDataType of tensormap.replace's numbers, where they differ.
 _DRIVER_TYPES = {8: 10, 9: 8, 10: 9}
 _TF32 = 11
+_UNFENCED_COPIES = triton.__version__.startswith("3.6.")  # of cp.async, for wgmma
 _FLOATS = {"fp32": "<f", "f32": "<f", "fp64": "<d", "f64": "<d", "fp16": "<e", "f16": "<e"}
 
 _active: tuple[Device, Any, dict[str, Any]] | None = None  # device, driver before, backends before
@@ -102,7 +103,9 @@ class _Kernel:
     def module(self, device: Device) -> Module:
         if device not in self.modules:
             try:
-                self.modules[device] = device.load_ptx(self.ptx)
+                module = device.load_ptx(self.ptx)
+                module._unfenced_copies = _UNFENCED_COPIES
+                self.modules[device] = module
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.name}: {error}") from None
         return self.modules[device]
