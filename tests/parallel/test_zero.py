@@ -15,6 +15,7 @@ CASES = {
     "freeze_and_unfreeze": (3,),
     "scalers_skip_together": (2,),
     "convert": (2,),
+    "gradients_of_stage_2": (2, 3),
     "bytes_of_model_state": (1, 2, 3),
     "a_rank_that_does_not_step": (2,),
     "arguments": (2,),

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainwright as tw
-from data_cases import assert_same_on_all_ranks, batch, everyone, mlp, share
+from data_cases import assert_close, assert_same_on_all_ranks, batch, everyone, mlp, share
 from torch import nn
 from trainwright.parallel import DataParallel, LayoutError, Zero
 
 TIMEOUT = 20.0
-STAGES = (1,)
+STAGES = (1, 2)
 
 
 class Zoo(nn.Module):
@@ -287,7 +287,64 @@ def convert(rank, world):
         tw.optim.convert_state(zero.optimizer, state_dtype="int8")
 
 
-BYTES = {1: lambda n, w: 8 * n + 8 * n / w}
+BYTES = {1: lambda n, w: 8 * n + 8 * n / w, 2: lambda n, w: 4 * n + 12 * n / w}
+
+
+def gradients_of_stage_2(rank, world):
+    """They belong to the owners alone, and add up as those of DataParallel: in no_sync, with a use more than before,
+    over the bf16 wire, from two backwards, and where a parameter is not used."""
+
+    def uses(model, n):
+        x = batch(8 * world, 9, next(model.parameters()).dtype)[rank::world]
+        for _ in range(n):
+            x = model.module["a"](x).tanh()
+        return model.module["b"](x).square().mean()
+
+    def make():
+        torch.manual_seed(5)
+        return nn.ModuleDict({"a": nn.Linear(9, 9), "b": nn.Linear(9, 5), "c": nn.Linear(3, 3)})
+
+    for dtype, wire in ((torch.float32, torch.bfloat16), (torch.float64, None)):
+        options = {"timeout": TIMEOUT, "unused": "skip", "bucket_mb": 0.0002, "wire_dtype": wire}
+        dp = DataParallel(make().to(dtype), **options)
+        zero = Zero(make().to(dtype), stage=2, **options)
+
+        def whole(model=dp, other=zero):
+            """(name, gradient of DataParallel, gradients of all ranks together), of parameters that have one."""
+            mine = {
+                name: [(s.shard_offset, s.grad) for s in shards if s.grad is not None]
+                for name, shards in zip(other._set.names, other._set.shards)
+            }
+            for name, p in model.module.named_parameters():
+                parts = sorted(
+                    (part for m in everyone(mine) for part in m[name]), key=lambda t: t[0]
+                )
+                if p.grad is None:
+                    assert not parts, name
+                else:
+                    yield name, p.grad.flatten(), torch.cat([values for _, values in parts])
+
+        for n in (1, 3, 2):
+            for model in (dp, zero):
+                model.zero_grad()
+                with model.no_sync():
+                    uses(model, 1).backward()
+                uses(model, n).backward()
+            assert all(p.grad is None for p in zero.parameters())
+            for name, expected, got in whole():
+                assert torch.equal(expected, got), (wire, n, name)
+        for model in (dp, zero):
+            uses(model, 2).backward()
+        close = {name: (expected, got) for name, expected, got in whole()}
+        if wire is None:  # bf16 rounds twice
+            assert_close(*({n: x[i] for n, x in close.items()} for i in (0, 1)))
+            for p in (1.0, 3.0, "inf", float("-inf")):
+                ours = zero.clip_grad_norm(0.1, p)
+                torch.testing.assert_close(ours, tw.clip_grad_norm_(dp.parameters(), 0.1, p))
+            close = {name: (expected, got) for name, expected, got in whole()}
+            assert_close(*({n: x[i] for n, x in close.items()} for i in (0, 1)))
+        zero.zero_grad()
+        assert list(whole(zero)) == []
 
 
 def bytes_of_model_state(rank, world):

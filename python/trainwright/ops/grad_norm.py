@@ -57,7 +57,7 @@ GRAD_SCALE = _library.define_backends(
 )
 
 
-def _check_p(op: str, norm_type: Any) -> float:
+def check_norm_type(op: str, norm_type: Any) -> float:
     if isinstance(norm_type, bool) or not isinstance(norm_type, int | float | str):
         raise type_error(op, "norm_type", "a number or 'inf'", type(norm_type).__name__)
     return float(norm_type)
@@ -76,6 +76,11 @@ def _norm(tensors: list[Tensor], p: float, backend: str | None) -> Tensor:
     for device, members in _by_device(tensors).items():
         chosen = dispatch.resolve("grad_norm", backend, device, members[0].dtype)
         totals.append(GRAD_STATS[chosen](members, p)[0].to(tensors[0].device))
+    return norm_of(totals, p)
+
+
+def norm_of(totals: list[Tensor], p: float) -> Tensor:
+    """The norm from the totals of parts: sums of powers, or extremes."""
     if math.isinf(p):
         all_totals = torch.stack(totals)
         return all_totals.amax() if p > 0 else all_totals.amin()
@@ -117,7 +122,7 @@ def grad_norm(
     tensor(5.)
     """
     op = "grad_norm"
-    p = _check_p(op, norm_type)
+    p = check_norm_type(op, norm_type)
     items = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for i, t in enumerate(items):
         check_tensor(op, f"tensors[{i}]", t)
@@ -165,7 +170,7 @@ def clip_grad_norm_(
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
     op = "clip_grad_norm_"
-    p = _check_p(op, norm_type)
+    p = check_norm_type(op, norm_type)
     if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
         raise type_error(op, "max_norm", "a number", type(max_norm).__name__)
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)

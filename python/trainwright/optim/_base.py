@@ -411,10 +411,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if scale is None and found is None and limit is None:
             self.last_step = StepInfo(None, torch.zeros((), dtype=torch.bool, device=home))
             return None
-        stats = torch.zeros(2, dtype=torch.float64, device=home)
-        for device, members in grads.items():
-            chosen = dispatch.resolve("grad_norm", self._options.backend, device, members[0].dtype)
-            stats = stats + GRAD_STATS[chosen](members, 2.0).to(home)
+        stats = self._grad_stats(grads, home)
         norm = stats[0].sqrt()
         multiplier = torch.ones((), dtype=torch.float64, device=home)
         if scale is not None:
@@ -430,6 +427,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             skipped = torch.zeros((), dtype=torch.bool, device=home)
         self.last_step = StepInfo(norm.float(), skipped)
         return torch.stack([multiplier, skipped.double()])
+
+    def _grad_stats(self, grads: dict[torch.device, list[Tensor]], home: torch.device) -> Tensor:
+        """(2,) fp64: the sum of squares, and whether an element is not finite."""
+        stats = torch.zeros(2, dtype=torch.float64, device=home)
+        for device, members in grads.items():
+            chosen = dispatch.resolve("grad_norm", self._options.backend, device, members[0].dtype)
+            stats = stats + GRAD_STATS[chosen](members, 2.0).to(home)
+        return stats
 
     def _hyper(self, device: torch.device) -> Tensor:
         """(groups, columns) fp64: each group's options; "betas" gives two. Tensors on a device are read there.

@@ -41,16 +41,21 @@ class Averaging:
         self._wire_dtype, self._ordered = wire_dtype, ordered
         self._pool = Pool(device)
 
+    def _dtypes(self, own: torch.dtype, r: Round) -> tuple[torch.dtype, torch.dtype]:
+        """Of the gradients and of the averages on the wire."""
+        if self._wire_dtype is not None and own in (torch.float32, torch.float64):
+            return self._wire_dtype, self._wire_dtype
+        if own in (torch.bfloat16, torch.float16) and not r.raw:
+            return torch.float32, own
+        return own, own
+
     def steps(self, job: Job, r: Round) -> Iterator[Collective]:
+        if job.cuts is not None:
+            yield from self._own_part(job, r, job.cuts)
+            return
         bucket = job.bucket
         own = getattr(torch, bucket.dtype)
-        back = own  # dtype of the averages on the wire
-        if self._wire_dtype is not None and own in (torch.float32, torch.float64):
-            send_dtype = back = self._wire_dtype
-        elif own in (torch.bfloat16, torch.float16) and not r.raw:
-            send_dtype = torch.float32
-        else:
-            send_dtype = own
+        send_dtype, back = self._dtypes(own, r)
         n = bucket.numel + bucket.padding
         flat, place = job.sums, None
         if flat is None:
@@ -90,3 +95,33 @@ class Averaging:
         self._pool.give(
             theirs, *(t for t in {id(send): send, id(full): full}.values() if t is not flat)
         )
+
+    def _own_part(self, job: Job, r: Round, cuts: tuple[int, ...]) -> Iterator[Collective]:
+        """Only the first half of the ordered sum: this rank keeps the averages of its own part."""
+        world, rank, average = self._world, self._rank, job.average
+        assert average is not None
+        n, m = cuts[-1], average.numel()
+        if n == 0:
+            return
+        send_dtype, back = self._dtypes(average.dtype, r)
+        flat = job.sums
+        if flat is None:
+            flat = self._pool.take(n, send_dtype)
+            job.pack(flat, r.scale, nothing=not r.weight)
+        send = flat
+        if flat.dtype != send_dtype:
+            send = self._pool.take(n, send_dtype)
+            send.copy_(flat)
+        theirs = self._pool.take(m * world, send_dtype)
+        parts = list(theirs.view(world, m))
+        sends = [send[cuts[i] : cuts[i + 1]] for i in range(world)]
+        total = n * send.itemsize
+        yield Collective("all-to-all", send, lambda c: c.exchange(parts, sends, total))
+        parts[rank] = sends[rank]
+        result = average if back == average.dtype else self._pool.take(m, back)
+        if m:
+            run_op("ordered_sum", result, parts, r.inverse, None)
+        if result is not average:
+            average.copy_(result)
+            self._pool.give(result)
+        self._pool.give(theirs, flat, *([] if send is flat else [send]))

@@ -22,6 +22,9 @@ class Job:
     outs: list[Tensor]
     out_offsets: list[int] | None = None  # of `outs` in the bucket; None: one per piece
     sums: Tensor | None = None  # weighted sum of earlier microbatches, in flat form
+    # Of a sharded bucket: rank r's part is [cuts[r], cuts[r + 1]), and the average of this rank's goes to `average`.
+    cuts: tuple[int, ...] | None = None
+    average: Tensor | None = None
     complete: bool = False
     ready: Any = None  # CUDA event after the gradients
     finished: Any = None  # CUDA event after the averages

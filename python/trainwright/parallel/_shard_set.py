@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright import dispatch
+from trainwright.errors import check_number
+from trainwright.ops.grad_norm import GRAD_SCALE, GRAD_STATS, check_norm_type, norm_of
 from trainwright.parallel._checks import Place
 from trainwright.parallel._driver import DEPTH, Driver
 from trainwright.parallel._job import Pool, run_op
@@ -56,6 +59,10 @@ class ShardSet:
         self.index = {id(p): i for i, p in enumerate(self.params)}
         self._buckets = [by_owner(bucket, by_slot, wire.world) for bucket in layout.buckets]
         self._pool = Pool(device)
+        self.graded: set[int] = set()  # stage 2: parameters that have a gradient, on whichever rank
+        # Stage 2: not a parameter of the module. Its gradient is 0, or inf on all ranks if any rank's range has an
+        # element that is not finite: whoever looks for overflow in this rank's gradients finds that of all.
+        self.witness = nn.Parameter(torch.zeros(1, device=device), requires_grad=False)
         self.shards: list[list[Shard]] = []
         for p, ranges in zip(self.params, self.ranges):
             mine = [r for r in ranges if r.owner == wire.rank]
@@ -77,6 +84,26 @@ class ShardSet:
                     shard.data.copy_(value)
                 elif shard.data_ptr() != value.data_ptr():
                     shard.data = value
+
+    def vote(self) -> None:
+        """Let the witness tell of the gradients as they are now. Collective."""
+        grads = [s.grad for shards in self.shards for s in shards if s.grad is not None]
+        odd = self.of_all_ranks(stats_of(grads, 2.0)[1:].cpu()).any()
+        self.witness.grad = torch.full_like(self.witness, float("inf") if odd else 0.0)
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """`clip_grad_norm_` on the ranges' gradients of all ranks. Collective."""
+        p = check_norm_type("Zero.clip_grad_norm", norm_type)
+        check_number("Zero.clip_grad_norm", "max_norm", max_norm)
+        grads = [s.grad for shards in self.shards for s in shards if s.grad is not None]
+        totals = self.of_all_ranks(stats_of(grads, p)[:1].cpu())
+        norm = norm_of(list(totals.flatten()), p).to(self.witness.device)
+        if grads:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            chosen = dispatch.resolve("grad_norm", None, grads[0].device, grads[0].dtype)
+            GRAD_SCALE[chosen](grads, factor)
+            torch.autograd.graph.increment_version(grads)
+        return norm.float()
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum, in rank order, of a small CPU tensor of each rank."""
@@ -175,6 +202,15 @@ class ShardSet:
         for piece, owner in zip(pieces, owned.owners):
             parts[owner] = flat[piece.begin : piece.end]
         return parts
+
+
+def stats_of(tensors: list[Tensor], p: float) -> Tensor:
+    """(2,) fp64: what the norm of order p is made of, and whether an element is not finite."""
+    if not tensors:
+        neutral = float("inf") if p == -float("inf") else 0.0
+        return torch.tensor([neutral, 0.0], dtype=torch.float64)
+    chosen = dispatch.resolve("grad_norm", None, tensors[0].device, tensors[0].dtype)
+    return GRAD_STATS[chosen](tensors, p)
 
 
 def _flat(p: Tensor) -> Tensor:

@@ -1,4 +1,9 @@
-"""The optimizer of `Zero`: an optimizer class of `tw.optim` that updates only this rank's ranges of its parameters."""
+"""The optimizer of `Zero`: an optimizer class of `tw.optim` that updates only this rank's ranges of its parameters.
+
+In stage 1 its groups hold the module's parameters, so whatever reads their gradients (a scaler, clipping) works as
+usual and finds the same on all ranks; ranges stand in their place during a step. In stage 2 the parameters have no
+gradients: the groups hold the ranges, and a witness of all ranks' overflows.
+"""
 
 from __future__ import annotations
 
@@ -11,57 +16,79 @@ from torch import Tensor
 
 from trainwright.ops._optimizer_formats import STATE_BLOCK
 from trainwright.optim._base import FusedOptimizer, run_closure
-from trainwright.parallel._shard_set import ShardSet
+from trainwright.parallel._shard_set import Shard, ShardSet
 
 
 class ShardedStep(FusedOptimizer):
-    """Mixin in front of an optimizer class; see `build`.
-
-    Its groups hold the module's parameters, so whatever reads their gradients (a scaler, clipping) works as usual and
-    finds the same on all ranks. Its state belongs to the ranges.
-    """
+    """Mixin in front of an optimizer class; see `build`. Its state belongs to the ranges."""
 
     _set: ShardSet
-    _whole: list[list[Tensor]]  # the groups' parameters, while ranges stand in their place
+    _stage: int
+    given: list[list[Tensor]]  # per group the module's parameters
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient, on all ranks. Collective."""
         loss = run_closure(closure)
-        self._set.driver.raise_error()
-        self._set.refresh()
-        params = [p for group in self.param_groups for p in group["params"]]
-        updated = {self._set.index[id(p)] for p in params if p.grad is not None}
-        with self._on_ranges(gradients=True):
+        home = self._set
+        home.driver.raise_error()
+        home.refresh()
+        params = {home.index[id(p)]: p for group in self.given for p in group}
+        if self._stage == 1:
+            updated = {i for i, p in params.items() if p.grad is not None}
+        else:
+            updated = home.graded & params.keys()
+        with self._on_ranges(gradients=self._stage == 1):
             FusedOptimizer.step(self)
-        self._set.gather(updated)
+        home.gather(updated)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, for the gradients of the parameters and of the ranges."""
+        super().zero_grad(set_to_none)
+        if self._stage > 1:
+            self._set.witness.grad = None
+            for p in (p for group in self.given for p in group):
+                if set_to_none:
+                    p.grad = None
+                    self._set.graded.discard(self._set.index[id(p)])
+                elif p.grad is not None:
+                    p.grad.zero_()
 
     @contextlib.contextmanager
     def _on_ranges(self, gradients: bool = False) -> Iterator[None]:
-        """Inside, the groups hold this rank's ranges, with their part of the gradients if asked for."""
-        self._whole = [group["params"] for group in self.param_groups]
-        touched = []
+        """Inside, the groups hold this rank's ranges and nothing else, with the parameters' gradients if asked for."""
+        before = [group["params"] for group in self.param_groups]
+        touched: list[Shard] = []
         try:
-            for group, params in zip(self.param_groups, self._whole):
-                group["params"] = []
-                for p in params:
+            for group, params in zip(self.param_groups, self.given):
+                group["params"] = [s for p in params for s in self._set.of(p)]
+                for p in params if gradients else ():
                     shards = self._set.of(p)
-                    group["params"] += shards
-                    if gradients and shards and p.grad is not None:
+                    if shards and p.grad is not None:
                         _take_gradient(p, shards)
                         touched += shards
             yield
         finally:
             for shard in touched:
                 shard.grad = None
-            for group, params in zip(self.param_groups, self._whole):
-                group["params"] = params
+            for group, held in zip(self.param_groups, before):
+                group["params"] = held
 
     def _overflow_and_clip(self, grads: dict[torch.device, list[Tensor]]) -> Tensor | None:
-        # Of the whole gradients, which every rank has: the norm has the bits that one process would find.
-        whole = [p.grad for params in self._whole for p in params if p.grad is not None]
-        return super()._overflow_and_clip({whole[0].device: whole} if whole else {})
+        if self._stage == 1:
+            # Of the whole gradients, which every rank has: the norm has the bits that one process would find.
+            whole = [p.grad for group in self.given for p in group if p.grad is not None]
+            grads = {whole[0].device: whole} if whole else {}
+        elif not grads:
+            grads = {self._set.witness.device: []}
+        return super()._overflow_and_clip(grads)
+
+    def _grad_stats(self, grads: dict[torch.device, list[Tensor]], home: torch.device) -> Tensor:
+        if self._stage == 1:
+            return super()._grad_stats(grads, home)
+        mine = super()._grad_stats({d: g for d, g in grads.items() if g}, home)
+        return self._set.sum_over_ranks(mine.cpu()).to(home)
 
     def _report_lost(self, counts: list[Tensor]) -> None:
         total = torch.zeros(2, dtype=torch.float64)
@@ -78,10 +105,22 @@ class ShardedStep(FusedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for parameters of the module."""
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            if id(p) not in self._set.index:
-                self.param_groups.pop()
-                raise ValueError("Zero: params: expected parameters of module, got another tensor")
+        group = self.param_groups[-1]
+        given = list(group["params"])
+        known = {id(p) for other in self.__dict__.setdefault("given", []) for p in other}
+        problem = next((p for p in given if id(p) not in self._set.index), None)
+        if problem is not None or known & set(map(id, given)):
+            self.param_groups.pop()
+            expected = "parameters of module" if problem is not None else "each parameter once"
+            raise ValueError(
+                f"Zero: params: expected {expected}, got another tensor of shape {tuple(given[0].shape)}"
+            )
+        self.given.append(given)
+        if self._stage == 1:
+            self.given[-1] = group["params"]
+        else:
+            first = [self._set.witness] if len(self.param_groups) == 1 else []
+            group["params"] = first + [s for p in given for s in self._set.of(p)]
 
     def _set_options(self, **options: Any) -> None:
         super()._set_options(**options)
@@ -103,7 +142,7 @@ class ShardedStep(FusedOptimizer):
         )
 
 
-def _take_gradient(p: Tensor, shards: list[Any]) -> None:
+def _take_gradient(p: Tensor, shards: list[Shard]) -> None:
     grad = p.grad
     assert grad is not None
     if grad.layout is not torch.strided:
@@ -118,11 +157,15 @@ def _take_gradient(p: Tensor, shards: list[Any]) -> None:
 
 
 def build(
-    optimizer: type[FusedOptimizer], shard_set: ShardSet, params: Any, options: dict[str, Any]
+    optimizer: type[FusedOptimizer],
+    stage: int,
+    shard_set: ShardSet,
+    params: Any,
+    options: dict[str, Any],
 ) -> Any:
     """`optimizer` with a sharded step, for `params`: parameters or groups of them."""
     cls: Any = type(optimizer.__name__, (ShardedStep, optimizer), {})
     made = cls.__new__(cls)
-    made._set = shard_set
+    made._set, made._stage = shard_set, stage
     made.__init__(params, **options)
     return made

@@ -51,6 +51,9 @@ class Plan:
         self.order = list(range(len(layout.buckets)))  # of launches
         self.learned = False
         self.expected = [1] * len(layout.slots)  # hook calls per backward
+        self.cuts: list[
+            tuple[int, ...]
+        ] = []  # per bucket, where each rank keeps averages of its own part alone
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Backward:
     shared: dict[int, Tensor] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)  # slots with a gradient after their launch
     flushed: bool = False
+    averages: dict[int, Tensor] = field(default_factory=dict)  # by bucket, of this rank's part
 
 
 class Sums:

@@ -41,9 +41,9 @@ def groups_by_name(optimizer: ShardedStep) -> list[State]:
     return [
         {
             **{k: cpu(v) for k, v in group.items() if k != "params"},
-            "params": [names[index[id(p)]] for p in group["params"]],
+            "params": [names[index[id(p)]] for p in params],
         }
-        for group in optimizer.param_groups
+        for group, params in zip(optimizer.param_groups, optimizer.given)
     ]
 
 

@@ -25,7 +25,7 @@ from trainwright.parallel._job import Job, Round
 from trainwright.parallel._replicas import BufferSync
 from trainwright.parallel._step import Backward, Plan, StepStats, Sums, wide
 from trainwright.parallel._wire import Wire
-from trainwright.parallel.layout import FlatLayout
+from trainwright.parallel.layout import Bucket, FlatLayout
 
 __all__ = ["Reducer", "StepStats"]
 
@@ -184,7 +184,7 @@ class Reducer:
 
     def _launch(self, b: Backward, index: int) -> None:
         bucket, plan = b.plan.layout.buckets[index], b.plan
-        job = Job(bucket, [], [], sums=self._sums.flat.get(index))
+        job = self._job(b, bucket)
         for piece in bucket.pieces:
             taken = b.taken.get(piece.slot)
             if taken is None:
@@ -199,6 +199,9 @@ class Reducer:
             self.driver.add(job, b.weight)
         if b.mode == "sync":
             self.driver.reduce(job)
+
+    def _job(self, b: Backward, bucket: Bucket) -> Job:
+        return Job(bucket, [], [], sums=self._sums.flat.get(bucket.index))
 
     def _take(self, b: Backward, slot: int) -> tuple[Tensor | None, Tensor | None]:
         """A parameter's gradient, which it loses until the step ends, and the tensor for the average."""
@@ -315,6 +318,12 @@ class Reducer:
             jobs.append(Job(bucket, grads, parts, offsets))
         return jobs, outs
 
+    def _add_late(self, b: Backward, jobs: list[Job], outs: dict[int, Tensor]) -> None:
+        for slot, more in outs.items():
+            out = b.taken[slot][1]
+            assert out is not None
+            out.add_(more)
+
     def _footer(self, b: Backward) -> Footer:
         changed = self.buffers is not None and b.mode == "sync" and self.buffers.changed()
         return Footer.of(
@@ -341,10 +350,7 @@ class Reducer:
                     self.driver.add(job, b.weight)
             self.driver.again(jobs)
             self.driver.wait()
-            for slot, more in outs.items():
-                out = b.taken[slot][1]
-                assert out is not None
-                out.add_(more)
+            self._add_late(b, jobs, outs)
         if self.buffers is not None and any(f.buffers_changed for f in footers):
             self.buffers.broadcast(self.driver.wait_for)
         if not b.plan.learned:
@@ -366,7 +372,16 @@ class Reducer:
         used = [f.slots for f in footers]
         complete = all(u.count(0) == 0 for u in used)
         anywhere = used[0] if complete else bytes(map(max, *used)) if len(used) > 1 else used[0]
-        zero = self._unused == "zero"
+        self._give(b, anywhere, self._unused == "zero")
+        self._sums.drop()
+        self._touched.clear()
+        if complete or self._unused != "error":
+            return None
+        names = [slot.name for slot in b.plan.layout.slots]
+        return _checks.unused_error(names, self.wire.ranks, used, weights)
+
+    def _give(self, b: Backward, anywhere: bytes, zero: bool) -> None:
+        """`anywhere`: per slot, 0 if no rank used it; `zero`: such a parameter's gradient is zero, not None."""
         for slot, index in enumerate(b.plan.params):
             grad, out = b.taken.get(slot, (None, None))
             p = self._places[index][1]
@@ -379,12 +394,6 @@ class Reducer:
         for index, before in self._sums.base.items():
             p = self._places[index][1]
             p.grad = before if p.grad is None else before.add_(p.grad)
-        self._sums.drop()
-        self._touched.clear()
-        if complete or self._unused != "error":
-            return None
-        names = [slot.name for slot in b.plan.layout.slots]
-        return _checks.unused_error(names, self.wire.ranks, used, weights)
 
     # ---- accumulation
 

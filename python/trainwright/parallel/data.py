@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class DataParallel(nn.Module):
         self.module = module
         wire = connect(op, group, device, timeout, TIMEOUT_SHARE * timeout)
         ordered = device.type == "cpu" if deterministic is None else deterministic
-        self._reducer = Reducer(
+        self._reducer = self._reducer_class(wire.world)(
             module, wire, device,
             bucket_mb=bucket_mb,
             wire_dtype=wire_dtype if isinstance(wire_dtype, torch.dtype) else None,
@@ -124,6 +124,9 @@ class DataParallel(nn.Module):
             except BaseException:
                 self.close()
                 raise
+
+    def _reducer_class(self, world: int) -> Callable[..., Reducer]:
+        return Reducer
 
     # ---- the module
 

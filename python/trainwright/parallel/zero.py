@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from trainwright.optim.adamw import AdamW
 from trainwright.parallel import _checks, _parcels, _sharded_step, _zero_state
 from trainwright.parallel._replicas import broadcast_from_first
 from trainwright.parallel._shard_set import ShardSet
+from trainwright.parallel._sharded_reducer import ShardedReducer
+from trainwright.parallel.buckets import Reducer
 from trainwright.parallel.data import DataParallel
 from trainwright.parallel.layout import FlatLayout
 
 __all__ = ["Zero"]
 
-STAGES = (1,)
+STAGES = (1, 2)
 
 
 class Zero(DataParallel):
@@ -35,12 +38,18 @@ class Zero(DataParallel):
 
     =======  ================
     stage 1  8Ψ + 8Ψ / W
+    stage 2  4Ψ + 12Ψ / W
     =======  ================
+
+    In stage 2 an average reaches only the rank that owns it: parameters have no ``.grad`` after a backward. While
+    `accumulate` or `no_sync` adds up microbatches, their sums are whole. A second backward without `zero_grad` adds
+    its averages to those of the first, where `DataParallel` averages the sum: the same up to rounding. Norms are summed
+    rank by rank in fp64, so they may differ in the last of its bits.
 
     Args:
         module: see `DataParallel`; parameters of fp32, bf16, fp16 or fp64 (not complex).
         optimizer: a class of `tw.optim` that updates each element by itself: not `Lamb`, not `Muon`.
-        stage: 1 divides the optimizer's state, masters included.
+        stage: 1 divides the optimizer's state, masters included; 2 the gradients too.
         params: what the optimizer gets: parameters of `module`, or groups of them with options of their own. None is
             all parameters in one group.
         group, bucket_mb, wire_dtype, unused, deterministic, broadcast_buffers, timeout: see `DataParallel`.
@@ -88,6 +97,8 @@ class Zero(DataParallel):
     ) -> None:
         op = "Zero"
         _check(op, module, optimizer, stage)
+        block = STATE_BLOCK if optimizer_kwargs.get("state_dtype") == "int8" else 1
+        self._wanted = stage, block
         super().__init__(
             module, group=group, bucket_mb=bucket_mb, wire_dtype=wire_dtype, unused=unused,
             deterministic=deterministic, broadcast_buffers=broadcast_buffers, timeout=timeout,
@@ -99,13 +110,28 @@ class Zero(DataParallel):
                 [(name, p) for name, p, _, _ in places], world=wire.world, bucket_mb=bucket_mb
             )
             device = places[0][1].device if places else torch.device("cpu")
-            block = STATE_BLOCK if optimizer_kwargs.get("state_dtype") == "int8" else 1
+            self._stage = 1 if wire.world == 1 else stage  # they are the same thing then
             self._set = ShardSet(places, layout, wire, driver, device, block)
             given = [p for _, p, _, _ in places] if params is None else params
-            self.optimizer = _sharded_step.build(optimizer, self._set, given, optimizer_kwargs)
+            self.optimizer = _sharded_step.build(
+                optimizer, self._stage, self._set, given, optimizer_kwargs
+            )
+            if isinstance(self._reducer, ShardedReducer):
+                self._reducer.home = self._set
         except BaseException:
             self.close()
             raise
+
+    def _reducer_class(self, world: int) -> Callable[..., Reducer]:
+        stage, block = self._wanted
+        if world == 1 or stage == 1:
+            return Reducer
+        return functools.partial(ShardedReducer, block=block)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """That of `module` and of the optimizer, whose gradients stage 2 keeps apart from the parameters."""
+        self.module.zero_grad(set_to_none)
+        self.optimizer.zero_grad(set_to_none)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns the norm before.
@@ -113,7 +139,9 @@ class Zero(DataParallel):
         As `tw.clip_grad_norm_` on one process. Tied parameters count once. `max_grad_norm` of the optimizer does the
         same inside its step, without a pass of its own.
         """
-        return clip_grad_norm_(self._set.params, max_norm, norm_type)
+        if self._stage == 1:
+            return clip_grad_norm_(self._set.params, max_norm, norm_type)
+        return self._set.clip(max_norm, norm_type)
 
     def model_state_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state, masters included, that this rank holds now."""
@@ -121,6 +149,7 @@ class Zero(DataParallel):
         for shards in self._set.shards:
             tensors += shards
             for shard in shards:
+                tensors += [shard.grad] if shard.grad is not None else []
                 values = self.optimizer.state.get(shard, {}).values()
                 tensors += [v for v in values if isinstance(v, Tensor)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
