@@ -1,102 +1,55 @@
-"""tw.optim.Muon and tw.muon_: against fp64 and torch, every layout, dtype and kind of parameter, and reported bugs."""
+"""tw.optim.Muon and tw.muon_: against fp64 and torch, every layout, dtype and kind of parameter, and reported bugs.
+What lasts from step to step: test_muon_state.py."""
 
-import copy
-import io
 import itertools
-import math
-import pickle
 import sys
 
 import pytest
 import torch
 import trainwright as tw
-from numerics import backends_for_tests, check_opcheck, same_bits
+from numerics import backends_for_tests, check_opcheck, interpreted, same_bits
 from torch.testing._internal.common_optimizers import (
     optim_error_inputs_func_muon,
     optim_inputs_func_muon,
 )
-from trainwright.ops.newton_schulz import COEFFICIENTS, EPS
 
 from optim.cases import DTYPES, layouts
+from optim.muon_cases import Oracle, both_ways, leaf, set_grad, train
 
 OP = sys.modules[tw.muon_.__module__]
 BACKENDS = backends_for_tests(tw.muon_)
 
 
-def leaf(x):
-    return x.detach().requires_grad_()
-
-
-def set_grad(p, g):
-    p.grad_dtype = None  # any gradient dtype
-    p.grad = g
-
-
-def train(optimizer, params, steps, dtype=None, scale=1.0):
-    """Steps with random gradients that depend on the step number alone."""
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 + step)
-        for p in params:
-            g = torch.randn(p.shape, generator=generator, dtype=torch.float64) * scale
-            set_grad(p, g.to(dtype or p.dtype))
-        optimizer.step()
-
-
-def bits_of(optimizer):
-    return [(k, v.clone()) for state in optimizer.state.values() for k, v in state.items()]
-
-
-def assert_same_state(a, b):
-    a, b = bits_of(a), bits_of(b)
-    assert [k for k, _ in a] == [k for k, _ in b]
-    assert all(same_bits(x, y) for (_, x), (_, y) in zip(a, b))
-
-
-class Oracle:
-    """Muon in fp64, from the definition (and torch's documentation), one matrix at a time."""
-
-    def __init__(
-        self, p, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn=None, ns_steps=5
-    ):  # fmt: skip
-        self.p = p.detach().double().clone()
-        self.b = torch.zeros_like(self.p)
-        self.lr, self.wd, self.mu, self.nesterov = lr, weight_decay, momentum, nesterov
-        self.adjust, self.steps = adjust_lr_fn, ns_steps
-
-    def step(self, grad):
-        g = grad.detach().double()
-        self.b = self.mu * self.b + (1 - self.mu) * g
-        u = self.mu * self.b + (1 - self.mu) * g if self.nesterov else self.b
-        matrices = u if u.dim() == 3 else u.reshape(1, len(u), -1)
-        a, b, c = COEFFICIENTS
-        x = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=EPS)
-        for _ in range(self.steps):
-            gram = x @ x.mT
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        rows, columns = matrices.shape[1:]
-        ratio = math.sqrt(max(1, rows / columns))
-        if self.adjust == "match_rms_adamw":
-            ratio = 0.2 * math.sqrt(max(rows, columns))
-        self.p = (1 - self.lr * self.wd) * self.p - self.lr * ratio * x.reshape(self.p.shape)
-
-
 # ---- the maths
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+OPTIONS = [
+    {},
+    {"nesterov": False, "momentum": 0.3},
+    {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+    {"adjust_lr_fn": "original", "momentum": 0.0, "ns_steps": 2},
+]
+PRODUCT = list(itertools.product(DTYPES, DTYPES, OPTIONS))
+# For Triton's interpreter; its passes have the bits of the reference (below).
+SOME = [
+    (torch.bfloat16, torch.bfloat16, OPTIONS[0]),
+    (torch.float32, torch.float32, OPTIONS[2]),
+    (torch.float16, torch.float32, OPTIONS[3]),
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"nesterov": False, "momentum": 0.3}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
-     {"adjust_lr_fn": "original", "momentum": 0.0, "ns_steps": 2}],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize(
-    ("dtype", "grad_dtype"), list(itertools.product(DTYPES, DTYPES)), ids=lambda d: str(d)[6:]
+    ("dtype", "grad_dtype", "options", "backend"),
+    [
+        (*c, b)
+        for b in BACKENDS
+        for c in (SOME if interpreted(b) else PRODUCT)
+        if not (b == "triton" and c[0] == torch.float64)  # which it does not have
+    ],
+    ids=lambda v: str(v).removeprefix("torch."),
 )
 def test_matches_fp64(dtype, grad_dtype, options, backend):
     """The exact value (master, or the parameter itself), for 2-, 3- and 4-D parameters."""
-    if backend == "triton" and (dtype == torch.float64 or (dtype is not grad_dtype and options)):
-        return  # no fp64 in that backend; and the interpreter is slow
     shapes = [(5, 9), (9, 5), (3, 4, 6), (4, 3, 3, 2), (9, 5)]
     params = [leaf(torch.randn(s).to(dtype)) for s in shapes]
     exact = [Oracle(p, lr=0.02, **options) for p in params]
@@ -390,211 +343,6 @@ def test_nan_without_a_scaler_stays_in_its_matrix():
     p.grad[1, 0, 0] = float("nan")
     tw.optim.Muon([p]).step()
     assert p[1].isnan().all() and p[0].isfinite().all()
-
-
-# ---- state
-
-
-def both_ways(dtype=torch.float32, shapes=((5, 7), (9, 4))):
-    params = [leaf(torch.randn(s).to(dtype)) for s in shapes]
-    return params, [leaf(p.detach().clone()) for p in params]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("direction", ["torch to ours", "ours to torch"])
-def test_a_checkpoint_loads_in_both_directions_mid_run(direction, dtype):
-    a, b = both_ways(dtype)
-    options = {"lr": 1e-2, "momentum": 0.8, "weight_decay": 0.3}
-    makers = [lambda p: torch.optim.Muon(p, **options), lambda p: tw.optim.Muon(p, **options)]
-    if direction == "ours to torch":
-        makers.reverse()
-    first = makers[0](a)
-    train(first, a, range(4))
-    buffer = io.BytesIO()
-    torch.save(first.state_dict(), buffer)
-    buffer.seek(0)
-    second = makers[1](b)
-    second.load_state_dict(torch.load(buffer, weights_only=True))
-    for p, q in zip(a, b):
-        q.data.copy_(p.data)
-    train(first, a, range(4, 7))
-    train(second, b, range(4, 7))
-    for p, q in zip(a, b):
-        torch.testing.assert_close(p, q, atol=5e-3 if dtype == torch.float32 else 0.05, rtol=1e-2)
-        torch.testing.assert_close(
-            first.state[p]["momentum_buffer"], second.state[q]["momentum_buffer"],
-            atol=1e-6 if dtype == torch.float32 else 0.02, rtol=1e-2, check_dtype=False,
-        )  # fmt: skip
-    keys = [o.state_dict()["param_groups"][0].keys() for o in (first, second)]
-    assert keys[0] == keys[1]
-
-
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_resume_is_bit_equal(dtype, state):
-    a, b = both_ways(dtype, ((5, 7), (3, 4, 5), (4, 2, 3, 3)))
-    options = {"lr": 1e-2, "state_dtype": state}
-    first = tw.optim.Muon(a, **options)
-    train(first, a, range(3), dtype=torch.float32)
-    expected = torch.float64 if dtype == torch.float64 else state
-    assert first.state[a[0]]["momentum_buffer"].dtype == expected
-    second = tw.optim.Muon(b, **options)
-    buffer = io.BytesIO()
-    torch.save({"model": [p.detach() for p in a], "optimizer": first.state_dict()}, buffer)
-    buffer.seek(0)
-    checkpoint = torch.load(buffer, weights_only=True)
-    for q, saved in zip(b, checkpoint["model"]):
-        q.data.copy_(saved)
-    second.load_state_dict(checkpoint["optimizer"])
-    assert_same_state(first, second)
-    for optimizer, params in ((first, a), (second, b)):
-        train(optimizer, params, range(3, 6), dtype=torch.float32)
-    assert_same_state(first, second)
-    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(a, b))
-
-
-def test_bf16_state_is_the_fp32_state_rounded_in_every_step():
-    a, b = both_ways()
-    narrow, wide = tw.optim.Muon(a, state_dtype=torch.bfloat16), tw.optim.Muon(b)
-    train(narrow, a, range(1))
-    train(wide, b, range(1))
-    for p, q in zip(a, b):
-        assert same_bits(p.detach(), q.detach())  # the update itself comes from the unrounded value
-        assert same_bits(
-            narrow.state[p]["momentum_buffer"], wide.state[q]["momentum_buffer"].bfloat16()
-        )
-    wide.load_state_dict(narrow.state_dict())  # the options are the constructor's
-    assert wide.state[b[0]]["momentum_buffer"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copied_optimizer_goes_on_alike(how):
-    p = leaf(torch.randn(8, 5).bfloat16())
-    optimizer = tw.optim.Muon([p], lr=0.1, max_grad_norm=0.5, ns_dtype=torch.bfloat16)
-    train(optimizer, [p], range(2))
-    other = copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
-    q = other.param_groups[0]["params"][0]
-    assert q is not p
-    for o, x in ((optimizer, p), (other, q)):
-        train(o, [x], range(2, 4))
-    assert same_bits(p.detach(), q.detach()) and other._options == optimizer._options
-    assert_same_state(optimizer, other)
-
-
-def test_groups_with_their_own_options_and_a_group_added_later():
-    p, q = leaf(torch.randn(5, 6)), leaf(torch.randn(6, 5))
-    optimizer = tw.optim.Muon([{"params": [p], "lr": 0.1, "nesterov": False}], lr=torch.tensor(0.3))
-    e = Oracle(p, lr=0.1, nesterov=False)
-    f = Oracle(q, lr=0.3, momentum=0.5, ns_steps=3, adjust_lr_fn="match_rms_adamw")
-    for step in range(4):
-        if step == 2:
-            optimizer.add_param_group(
-                {"params": q, "momentum": 0.5, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
-            )
-        for x, oracle in ((p, e), (q, f)):
-            x.grad = torch.randn_like(x)
-            if x is p or step >= 2:
-                oracle.step(x.grad)
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = e.lr = e.lr * 0.5
-    torch.testing.assert_close(p.detach().double(), e.p, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(q.detach().double(), f.p, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("tensor_lr", [False, True])
-def test_a_scheduler_moves_the_learning_rate(tensor_lr):
-    p = leaf(torch.zeros(1, 1))
-    optimizer = tw.optim.Muon([p], lr=torch.tensor(1.0) if tensor_lr else 1.0, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.5)
-    moved = []
-    for _ in range(3):
-        before = p.item()
-        p.grad = torch.ones(1, 1)
-        optimizer.step()
-        scheduler.step()
-        moved.append(before - p.item())
-    assert moved[1:] == pytest.approx([moved[0] / 2, moved[0] / 4], rel=1e-5)
-
-
-# ---- clipping and loss scaling
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_clipping_inside_the_step_equals_clipping_before_it(dtype, backend):
-    a, b = both_ways(dtype)
-    ours = tw.optim.Muon(a, lr=0.1, max_grad_norm=0.75, backend=backend)
-    plain = tw.optim.Muon(b, lr=0.1, backend=backend)
-    for scale in (10.0, 0.001):
-        grads = [(torch.randn(p.shape) * scale).to(dtype) for p in a]
-        total = torch.sqrt(sum(g.double().square().sum() for g in grads))
-        coefficient = min(1.0, 0.75 / (total.item() + 1e-6))
-        for p, q, g in zip(a, b, grads):
-            p.grad = g.clone()
-            set_grad(q, g.double() * coefficient)
-        ours.step()
-        plain.step()
-        assert all(same_bits(p.grad, g) for p, g in zip(a, grads))
-        assert ours.last_step.grad_norm.item() == pytest.approx(total.item(), rel=1e-6)
-    for p, q in zip(a, b):
-        x, y = (o.state[t].get("master", t).detach() for o, t in ((ours, p), (plain, q)))
-        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("found", [1.0, 0.5, float("nan")])
-@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_skipped_step_changes_no_bit(dtype, first, found, backend):
-    """DeepSpeed#8432: the overflow was folded into the momentum before the step was skipped."""
-    a, b = both_ways(dtype)
-    ours, never = (tw.optim.Muon(x, lr=0.1, backend=backend) for x in (a, b))
-    if not first:
-        train(ours, a, range(1))
-        train(never, b, range(1))
-    params, state = [p.detach().clone() for p in a], bits_of(ours)
-    ours.found_inf, ours.grad_scale = torch.tensor(found), torch.tensor(4.0)
-    train(ours, a, range(50, 52), scale=float("inf"))
-    assert ours.last_step.skipped.item() is True
-    del ours.found_inf, ours.grad_scale
-    assert all(same_bits(p.detach(), q) for p, q in zip(a, params))
-    if not first:
-        assert all(same_bits(x, y) for (_, x), (_, y) in zip(state, bits_of(ours)))
-    train(ours, a, range(1, 3))
-    train(never, b, range(1, 3))
-    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(a, b))
-    assert_same_state(ours, never)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_op_itself_skips_without_looking_from_the_host(backend):
-    """What happens on a GPU, where the flag is not read back."""
-    control = torch.tensor([0.5, 1.0], dtype=torch.float64)
-    p, b, g = torch.randn(4, 6), torch.randn(4, 6), torch.full((4, 6), float("nan"))
-    kept = p.clone(), b.clone()
-    tw.muon_([p], [g], [b], lr=0.1, control=control, backend=backend)
-    assert same_bits(p, kept[0]) and same_bits(b, kept[1])
-
-
-def test_works_with_torch_s_grad_scaler():
-    a, b = both_ways()
-    ours, plain = tw.optim.Muon(a, lr=0.1), tw.optim.Muon(b, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    for step in range(5):
-        for params in (a, b):
-            torch.manual_seed(step)
-            factor = float("inf") if step == 3 and params is a else 1.0
-            loss = sum((p * torch.randn_like(p)).sum() for p in params) * factor
-            for p in params:
-                p.grad = None
-            (scaler.scale(loss) if params is a else loss).backward()
-        scaler.step(ours)
-        scaler.update()
-        assert ours.last_step.skipped.item() == (step == 3)
-        if step != 3:
-            plain.step()
-    for p, q in zip(a, b):
-        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-6)
 
 
 # ---- low precision, versions, errors

@@ -7,7 +7,7 @@ import torch
 
 from optim.cases import layouts
 from optim.op_cases import Case, Format, make
-from optim.test_ops import BACKENDS, assert_same, compare, same_values, supported
+from optim.test_ops import BACKENDS, assert_same, compare, same_values
 
 BF16, F32 = torch.bfloat16, torch.float32
 FORMS = (Format(), Format(BF16, BF16, "split16", "bf16", True), Format(BF16, F32, "none", "int8", True))  # fmt: skip
@@ -44,7 +44,6 @@ def test_any_layout(name, backend, form):
 def test_shards_of_a_parameter_get_its_bits(name, backend, form):
     cuts = (0, 256, 1024, 1500) if form.state == "int8" else (0, 5, 514, 1500)
     whole = make(name, [(1500,)], form, lost=False)
-    supported(whole, backend)
     parts = Case(name, form, hyper=whole.hyper.clone())
     for a, b in itertools.pairwise(cuts):
         parts.params.append(whole.params[0][a:b].clone())
@@ -78,7 +77,6 @@ def test_groups_and_steps_are_each_tensors_own(name, backend):
 @pytest.mark.parametrize(("name", "backend"), BOTH_DRIVERS)
 def test_a_skipped_step_changes_nothing(name, backend, form):
     case = make(name, [(9,), (257,)], form)
-    supported(case, backend)
     case.grads[0].fill_(float("nan"))
     case.control = torch.tensor([0.5, 1.0], dtype=torch.float64)
     assert_same(case.clone().run(backend), case)
@@ -96,7 +94,6 @@ def test_the_gradient_multiplier_and_maximize(name, backend):
 def test_a_gradient_that_is_not_finite(name, backend, form):
     """Its element, and with int8 states its block of 256, of which the codes mean nothing."""
     case = make(name, [(600,)], form, lost=False)
-    supported(case, backend)
     case.grads[0][3] = float("nan")
     case.grads[0][300] = float("inf")
     ours, reference = (case.clone().run(b, 2) for b in (backend, "torch"))

@@ -5,20 +5,11 @@ import pytest
 import torch
 import trainwright as tw
 from numerics import backends_for_tests, same_bits
-from trainwright import dispatch
 
 from optim.op_cases import NAMES, PRODUCT, SOME, make
 
 SIZES = [0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 4095, 4097]
 BACKENDS = [(n, b) for n in NAMES for b in backends_for_tests(getattr(tw, n + "_")) if b != "torch"]
-
-
-def supported(case, backend):
-    """Whether the backend says that it can run the case; skips the test if not."""
-    try:
-        dispatch.resolve(case.name, backend, torch.device("cpu"), case.params[0].dtype, **case.needs())  # fmt: skip
-    except tw.BackendError as error:
-        pytest.skip(str(error).splitlines()[-2].strip())
 
 
 def same_values(x, y):
@@ -46,7 +37,6 @@ def assert_nearly_same(a, b):
 
 def compare(case, backend, steps=2):
     """Bits; LAMB's norms are sums, taken in another order, and torch's square root of fp64 is not always rounded."""
-    supported(case, backend)
     ours, reference = case.clone().run(backend, steps), case.clone().run("torch", steps)
     near = case.name == "lamb" or case.params[0].dtype == torch.float64
     (assert_nearly_same if near else assert_same)(ours, reference)

@@ -64,11 +64,12 @@ PARTS = {
     " or (one_bad_element and float16) or (rank_order and bfloat16)",
     "ops/test_grad_norm.py": "triton",
     "ops/test_newton_schulz.py": "bfloat16 and (reference and (13 or 16 or 33) or batch)",
-    "optim/test_muon.py": "(fp64 and bfloat16-bfloat16) or (bits_of_the_reference and bfloat16) or (skipped and later)",
+    "optim/test_muon.py": "(fp64 and bfloat16-bfloat16) or (bits_of_the_reference and bfloat16)",
+    "optim/test_muon_state.py": "skipped and later",
     "optim/test_ops.py": "adamw or split16",
     "optim/test_op_arguments.py": "(adamw and (layout or shards)) or (lamb and groups)",
     "optim/test_adamw.py": "(fp64 and (float32-float32 or bfloat16-bfloat16 or float32-float64))"
-    " or (bfloat16 and (clipping or skipped))",
+    " or (bfloat16 and clipping)",
 }  # fmt: skip
 
 
