@@ -40,6 +40,20 @@ def stepping(params, step):
     return call
 
 
+def deepspeed_calls(shapes, device, dtype=torch.float32, **options):
+    """DeepSpeed's CPUAdam as a provider, where it is installed. It compiles itself for the CPU it runs on, whatever
+    instruction set the others are held to."""
+    if device.type != "cpu":
+        return {}
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        return {}
+    params = parameters(shapes, device, dtype)
+    optimizer = DeepSpeedCPUAdam(params, weight_decay=0.01, adamw_mode=True, **options)
+    return {"DeepSpeed": stepping(params, optimizer.step)}
+
+
 def cast_step(params, device):
     """What torch offers for bf16 parameters with fp32 masters: cast the gradients, step, cast the parameters."""
     masters = [p.detach().float().requires_grad_() for p in params]
@@ -84,9 +98,19 @@ def test_adamw_fp32(compare, device, name):
         "trainwright": stepping(a, tw.optim.AdamW(a).step),
         "torch fused": stepping(b, torch.optim.AdamW(b, fused=True).step),
         "torch eager": stepping(c, torch.optim.AdamW(c, foreach=True).step),
+        **deepspeed_calls(shapes, device),
     }
     n = sum(p.numel() for p in a)
-    compare("adamw", "step", name, torch.float32, calls, exact(shapes, device), bytes_moved=28 * n)
+    compare(
+        "adamw",
+        "step",
+        name,
+        torch.float32,
+        calls,
+        exact(shapes, device),
+        bytes_moved=28 * n,
+        in_place=True,
+    )
 
 
 def test_adamw_bf16_with_master(compare, device):
@@ -105,6 +129,7 @@ def test_adamw_bf16_with_master(compare, device):
         calls,
         reference,
         bytes_moved=28 * n,
+        in_place=True,
     )
 
 
@@ -145,6 +170,7 @@ def test_adamw_amp(compare, device):
         calls,
         reference,
         bytes_moved=32 * n,
+        in_place=True,
         before=restore,
     )
 
@@ -169,4 +195,13 @@ def test_adamw_formats(compare, device, label):
         [p], master_weights=master, state_dtype=state, stochastic_rounding="stochastic" in label
     )
     calls = {"trainwright": stepping([p], optimizer.step)}
-    compare("adamw", f"step, {label}", (n,), dtype, calls, None, bytes_moved=per_element * n)
+    compare(
+        "adamw",
+        f"step, {label}",
+        (n,),
+        dtype,
+        calls,
+        None,
+        bytes_moved=per_element * n,
+        in_place=True,
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 import trainwright as tw
 
-from bench.bench_adamw import GPT2, exact, parameters, stepping
+from bench.bench_adamw import GPT2, deepspeed_calls, exact, parameters, stepping
 
 B = torch.bfloat16
 # name: parameter dtype, options, bytes per parameter
@@ -29,10 +29,20 @@ def test_adamw_formats(compare, device, name):
     calls = {"trainwright": stepping(a, tw.optim.AdamW(a, **options).step)}
     if name == "all bf16":
         calls["torch fused"] = stepping(b, torch.optim.AdamW(b, fused=True).step)
+        calls |= deepspeed_calls(GPT2, device, dtype, fp32_optimizer_states=False)
     n = sum(p.numel() for p in a)
     reference = exact(GPT2, device, dtype)
     size = int(per_parameter * n)
-    compare("adamw", f"step, {name}", "gpt2-124m", dtype, calls, reference, bytes_moved=size)
+    compare(
+        "adamw",
+        f"step, {name}",
+        "gpt2-124m",
+        dtype,
+        calls,
+        reference,
+        bytes_moved=size,
+        in_place=True,
+    )
 
 
 def test_adamw_2000_groups(compare, device):
@@ -45,7 +55,16 @@ def test_adamw_2000_groups(compare, device):
     }
     n = sum(p.numel() for p in a)
     reference, size = exact(shapes, device), 28 * n
-    compare("adamw", "groups", "2000 x 1024", torch.float32, calls, reference, bytes_moved=size)
+    compare(
+        "adamw",
+        "groups",
+        "2000 x 1024",
+        torch.float32,
+        calls,
+        reference,
+        bytes_moved=size,
+        in_place=True,
+    )
 
 
 # name: options, bytes per parameter in fp32, whether torch has a fused step on the CPU
@@ -78,4 +97,6 @@ def test_other_optimizers(compare, device, name):
         return [w.detach() for w in wide]
 
     op, size = name.lower(), per_parameter * n
-    compare(op, "step", "gpt2-124m", torch.float32, calls, reference, bytes_moved=size)
+    compare(
+        op, "step", "gpt2-124m", torch.float32, calls, reference, bytes_moved=size, in_place=True
+    )

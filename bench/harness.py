@@ -7,7 +7,8 @@
 - The figure is the median over rounds, the spread the interquartile range over it. Ratios are taken round by
   round; the table has their median.
 - The bound is timed in the same rounds: a copy that moves as many bytes, and a matrix product; `fraction` is the time
-  that the work would take at the rate of the slower one, over the time measured.
+  that the work would take at the rate of the slower one, over the time measured. What is updated in place is held
+  against `mul_` instead, which writes to the lines that it has read: on most CPUs the faster of the two.
 - The number of CPU threads is fixed. On a GPU times are those of CUDA events, after a write that empties the L2 cache.
 - `ATEN_CPU_CAPABILITY` (torch's variable that forces an instruction set) leaves torch.compile out: it miscompiles then.
 - `memory=True` adds one untimed call that records the peak of extra memory: outputs and gradients included, inputs not.
@@ -180,6 +181,12 @@ class Roofline:
         target = torch.empty_like(source)
         return lambda: target.copy_(source), float(size)
 
+    def mul(self, moved_bytes: float) -> tuple[Call, float]:
+        """The same for a multiplication in place, torch's `mul_`."""
+        size = 1 << min(30, max(20, int(max(moved_bytes, 1.0)).bit_length() - 1))
+        values = torch.ones(size // 8, device=self.device)
+        return lambda: values.mul_(1.0), float(size)
+
     def gemm(self, dtype: torch.dtype) -> tuple[Call, float]:
         """torch's matrix product in fp32, or in `dtype` where that is faster (fp64: in fp64), and its operations."""
         size = 8192 if self.device.type == "cuda" else 512
@@ -214,7 +221,7 @@ class Compare:
     def __call__(
         self, op: str, mode: str, shape: Sequence[int] | str, dtype: torch.dtype | str, calls: dict[str, Call],
         reference: Call | None, *, bytes_moved: float = 0.0, flops: float = 0.0, memory: bool = False,
-        bound_dtype: torch.dtype = torch.float32, before: Call | None = None,
+        bound_dtype: torch.dtype = torch.float32, before: Call | None = None, in_place: bool = False,
     ) -> dict[str, dict[str, Any]]:  # fmt: skip
         """Measure and check the providers, write the CSV rows, and return them by provider.
 
@@ -227,6 +234,7 @@ class Compare:
             flops: floating-point operations that it has to do, 2 per multiply-add.
             memory: record the peak of extra memory as well.
             before: called before every timed call, outside its time: puts back inputs that a call changes.
+            in_place: the bytes are read and written in place: the bound is `mul_`, not a copy.
         """
         if os.environ.get("ATEN_CPU_CAPABILITY"):
             # Inductor's loops and ATen's vector headers then disagree on the width: its results are wrong.
@@ -243,7 +251,7 @@ class Compare:
         }
         load = os.getloadavg()[0]
         kind = dtype if isinstance(dtype, torch.dtype) else bound_dtype
-        times, bound_s, bound = self._rounds(calls, bytes_moved, flops, kind, before)
+        times, bound_s, bound = self._rounds(calls, bytes_moved, flops, kind, before, in_place)
         stats_of = {name: _stats(series) for name, series in times.items()}
         peers = [n for n in calls if not n.startswith(OURS)]
         best = min(peers, key=lambda n: stats_of[n].median) if peers else ""
@@ -285,15 +293,16 @@ class Compare:
 
     def _rounds(
         self, calls: dict[str, Call], moved_bytes: float, flops: float, dtype: torch.dtype,
-        before: Call | None,
+        before: Call | None, in_place: bool,
     ) -> tuple[dict[str, list[float]], list[float], str]:  # fmt: skip
         """Interleaved timing, driven by pytest-benchmark: one of its rounds calls every provider once.
 
         Returns the seconds of every round by provider, and those that the bound would have taken, and its name.
         """
         bounds: dict[str, tuple[Call, float]] = {}
+        memory = "mul_" if in_place else "copy"
         if moved_bytes:
-            bounds["copy"] = self.roofline.copy(moved_bytes)
+            bounds[memory] = (self.roofline.mul if in_place else self.roofline.copy)(moved_bytes)
         if flops:
             bounds["gemm"] = self.roofline.gemm(dtype)
         everything = {**calls, **{f"bound {k}": function for k, (function, _) in bounds.items()}}
@@ -315,7 +324,7 @@ class Compare:
 
         rounds = max(5, min(300, int(self.seconds / max(total, 1e-9))))
         self.benchmark.pedantic(one_round, rounds=rounds, iterations=1)
-        work = {"copy": moved_bytes, "gemm": flops}
+        work = {memory: moved_bytes, "gemm": flops}
         least = {
             k: [work[k] / amount * s for s in series.pop(f"bound {k}")]
             for k, (_, amount) in bounds.items()

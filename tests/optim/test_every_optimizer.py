@@ -170,6 +170,18 @@ def test_shards_have_the_bits_of_the_whole(name, form):
             assert same_bits(torch.cat([many.state[s][key] for s in shards]), value), key
 
 
+def test_lamb_refuses_a_shard_before_it_changes_anything():
+    shard = leaf(torch.ones(256))
+    shard.shard_offset = 0
+    optimizer = make("Lamb", [shard])
+    shard.grad = torch.ones(256)
+    with pytest.raises(
+        ValueError, match=r"params\[0\]: expected whole parameters .*got a shard at 0"
+    ):
+        optimizer.step()
+    assert (shard.detach() == 1).all()
+
+
 @pytest.mark.parametrize("form", STORAGE[2:5], ids=str)
 @pytest.mark.parametrize("name", CLASSES)
 def test_same_bits_for_any_thread_count(name, form):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from trainwright.errors import value_error
 from trainwright.optim._base import FusedOptimizer, check_defaults, op_module
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class Lamb(FusedOptimizer):
     gradients are unscaled inside the step, and a step that overflowed leaves parameters, state, masters and step counts
     as they were. `last_step` holds what a step found, on the device: `step()` never waits for it.
 
+    A parameter marked as a shard of a larger one (``shard_offset``) is a ValueError in `step()`: its ratio is that of
+    norms of the whole.
+
     >>> import torch, trainwright as tw
     >>> p = torch.ones(2, requires_grad=True)
     >>> opt = tw.optim.Lamb([p], lr=0.5)
@@ -49,7 +53,6 @@ class Lamb(FusedOptimizer):
     """
 
     module = op_module("lamb")
-    elementwise: ClassVar[bool] = False
     hyper: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay", "maximize")
 
     def __init__(
@@ -69,3 +72,10 @@ class Lamb(FusedOptimizer):
         super().__init__(
             params, defaults,
         )  # fmt: skip
+
+    def _offsets(self, params: list[Tensor]) -> list[int]:
+        for i, p in enumerate(params):
+            if hasattr(p, "shard_offset"):
+                expected = "whole parameters (the ratio is that of norms of the whole)"
+                raise value_error("Lamb", f"params[{i}]", expected, f"a shard at {p.shard_offset}")
+        return super()._offsets(params)
