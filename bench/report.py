@@ -23,8 +23,9 @@ HEAD = """# Measured results
 
 Made by `python -m bench.report` from the CSV files beside it, one per op; how they were measured: `bench/harness.py`.
 `vs eager` is the speed relative to plain torch ops in the same rounds, `vs best peer` to the fastest of the others;
-`of bound` is the fraction of the speed of a copy of as many bytes, of torch's `mul_` for what is updated in place, or of a
-matrix product of as many operations, in the same rounds. `peak` is extra memory during the call, results included. Losses stand here as they were measured.
+`of bound` is the fraction of the speed of a copy of as many bytes (of torch's `mul_` for what is updated in place), or
+of a matrix product of as many operations, in the same rounds. `peak` is extra memory during the call, results included.
+Losses stand here as they were measured.
 """
 
 
