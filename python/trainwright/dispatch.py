@@ -310,7 +310,7 @@ def resolve(
         ValueError: an unknown backend name.
     """
     # index: under torch.compile with dynamic shapes a size that a limit may depend on becomes a constant.
-    plain = tuple((n, v if isinstance(v, bool) else operator.index(v)) for n, v in sizes.items())
+    plain = tuple((name, operator.index(value)) for name, value in sizes.items())
     return _resolve(op, backend, _override, device, dtype, plain)
 
 

@@ -28,12 +28,17 @@ def takes(backend, *options):
 
 
 def dtypes_of(backend):
-    """Those to test: all that the backend takes, in the slow interpreter one."""
-    return [torch.float32] if backend == "triton" else list(candidate(backend).dtypes)
+    """Those of the tables: all that the kernels take; one in the slow interpreter."""
+    few = {"triton": [torch.float32], "torch": [torch.float32, torch.bfloat16]}
+    return few.get(backend) or list(candidate(backend).dtypes)
 
 
 def backends_taking(*options, among=BACKENDS):
     return [b for b in among if takes(b, *options)]
+
+
+def with_fp64(backends):
+    return [b for b in backends if torch.float64 in candidate(b).dtypes]
 
 
 # id: (B, Tq, Tk, H, G, D, Dv), options

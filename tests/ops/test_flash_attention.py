@@ -1,5 +1,6 @@
 """tw.flash_attention: one table of cases for every backend."""
 
+import functools
 import math
 
 import pytest
@@ -21,6 +22,7 @@ from attention_cases import (
     options_used,
     qkv,
     reference,
+    with_fp64,
     with_lse,
 )
 from numerics import (
@@ -36,10 +38,11 @@ TABLE = [
     pytest.param(case, dtype, backend, id=f"{case}-{str(dtype)[6:]}-{backend}")
     for backend in BACKENDS
     for case in (CASES if backend != "triton" else INTERPRETED)
-    for dtype in DTYPES
-    if backend != "triton"
-    or dtype == torch.float32
-    or (dtype == torch.bfloat16 and case in INTERPRETED_BF16)
+    for dtype in dtypes_of(backend)
+] + [
+    pytest.param(case, torch.bfloat16, "triton", id=f"{case}-bfloat16-triton")
+    for case in INTERPRETED_BF16
+    if "triton" in BACKENDS
 ]
 
 
@@ -90,7 +93,7 @@ def test_views_of_a_fused_projection(backend):
     assert same_bits(out, out_) and same_bits(grad, torch.stack(grads, 2))
 
 
-@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("backend", with_fp64(COMPILED))
 @pytest.mark.parametrize(
     "case", ["causal", "bottom-right, more queries", "window both sides", "grouped heads"]
 )
@@ -108,7 +111,12 @@ def test_gradcheck(case, backend):
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [(c, b) for c in OPTIONS for b in backends_taking(*options_used(c)) if torch.float64 in dtypes_of(b)],
+    [
+        (c, b)
+        for c in OPTIONS
+        for b in with_fp64(backends_taking(*options_used(c)))
+        if b != "torch" or c in ("all at once", "bias, broadcast over heads and keys")
+    ],
 )  # fmt: skip
 def test_gradcheck_of_every_option(case, backend):
     inputs = option_inputs(
@@ -199,14 +207,15 @@ def test_fully_masked_rows_give_zero_lse_minus_inf_and_zero_gradients(backend):
     assert all(g.isfinite().all() for g in (dq, dk, dv))
 
 
-def test_a_row_of_finfo_min_is_uniform_not_nan():
+@pytest.mark.parametrize("backend", backends_taking("bias"))
+def test_a_row_of_finfo_min_is_uniform_not_nan(backend):
     q, k, v = qkv(1, 3, 5, 1, 1, 8, 8).values()
     bias = torch.zeros(3, 5)
     bias[1] = torch.finfo(torch.float32).min
-    out = tw.flash_attention(q, k, v, bias=bias)
+    out = tw.flash_attention(q, k, v, bias=bias, backend=backend)
     torch.testing.assert_close(out[0, 1, 0], v[0, :, 0].mean(0))
     bias[1] = -INF
-    assert (tw.flash_attention(q, k, v, bias=bias)[0, 1] == 0).all()
+    assert (tw.flash_attention(q, k, v, bias=bias, backend=backend)[0, 1] == 0).all()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -256,7 +265,7 @@ def test_default_scale_uses_the_head_dim_given(backend):
     assert same_bits(a, tw.flash_attention(q, k, v, scale=1 / math.sqrt(40), backend=backend))
 
 
-@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("backend", with_fp64(COMPILED))
 def test_gradient_through_lse_alone(backend):
     leaves = {n: x.double().requires_grad_() for n, x in qkv(1, 6, 6, 2, 1, 4, 4).items()}
     _, lse = with_lse(**leaves, causal=True, backend=backend)
@@ -294,23 +303,27 @@ def test_autocast_casts_inputs_and_returns_gradients_in_fp32(dtype):
     assert same_bits(out, plain)
 
 
-def test_window_wider_than_the_sequence_is_causal():
+@pytest.mark.parametrize("backend", COMPILED)
+def test_window_wider_than_the_sequence_is_causal(backend):
     q, k, v = qkv(1, 80, 80, 1, 1, 8, 8).values()
-    causal = tw.flash_attention(q, k, v, causal=True)
+    attend = functools.partial(tw.flash_attention, q, k, v, backend=backend)
+    causal = attend(causal=True)
     for window in ((80, -1), (-1, 5), (10**12, 0)):
-        assert same_bits(causal, tw.flash_attention(q, k, v, causal=True, window=window))
-    everything = tw.flash_attention(q, k, v)
-    assert same_bits(everything, tw.flash_attention(q, k, v, window=(10**12, 10**15)))
+        assert same_bits(causal, attend(causal=True, window=window))
+    assert same_bits(attend(), attend(window=(10**12, 10**15)))
 
 
-def test_large_scores_do_not_overflow():
+@pytest.mark.parametrize("backend", COMPILED)
+def test_large_scores_do_not_overflow(backend):
     inputs = qkv(1, 70, 70, 1, 1, 64, 64)
-    check_reference(with_lse, reference, {n: 4 * x for n, x in inputs.items()}, {"causal": True})
+    large = {n: 4 * x for n, x in inputs.items()}
+    check_reference(with_lse, reference, large, {"causal": True}, backend=backend)
     # The gradients come from lse, which holds a score of 10^4 to 10^-3 only; the outputs do not.
     inputs = {n: 60 * x for n, x in inputs.items()}
-    check_reference(with_lse, reference, inputs, {"causal": True}, no_grad=("q", "k", "v"))
+    no_grad = ("q", "k", "v")
+    check_reference(with_lse, reference, inputs, {"causal": True}, no_grad=no_grad, backend=backend)
     leaves = {n: x.requires_grad_() for n, x in inputs.items()}
-    out = tw.flash_attention(**leaves, causal=True)
+    out = tw.flash_attention(**leaves, causal=True, backend=backend)
     grads = torch.autograd.grad(out.sum(), leaves.values())
     assert all(g.isfinite().all() for g in grads)
 
@@ -318,27 +331,32 @@ def test_large_scores_do_not_overflow():
 # ---- dropout
 
 
-def test_dropout_keeps_what_it_says_and_is_unbiased():
-    q = torch.zeros(2, 64, 3, 4)
-    v = torch.ones(2, 500, 3, 1)
-    out = tw.flash_attention(q, torch.zeros(2, 500, 3, 4), v, dropout_p=0.3, seed=5)
+DROPPING = backends_taking("dropout_p", among=COMPILED)
+
+
+@pytest.mark.parametrize("backend", DROPPING)
+def test_dropout_keeps_what_it_says_and_is_unbiased(backend):
+    q, v = torch.zeros(2, 64, 3, 4), torch.ones(2, 500, 3, 1)
+    k = torch.zeros(2, 500, 3, 4)
+    out = tw.flash_attention(q, k, v, dropout_p=0.3, seed=5, backend=backend)
     assert abs(out.mean().item() - 1.0) < 5 * math.sqrt(0.3 / 0.7 / (2 * 64 * 500 * 3))
     kept = out * 0.7 * 500  # number of keys kept by each query
     torch.testing.assert_close(kept, kept.round(), atol=1e-3, rtol=0)
     assert abs(kept.std().item() / math.sqrt(500 * 0.3 * 0.7) - 1) < 0.2
 
 
-def test_dropout_depends_on_seed_and_position_alone():
+@pytest.mark.parametrize("backend", DROPPING)
+def test_dropout_depends_on_seed_and_position_alone(backend):
     q, k, v = qkv(2, 30, 41, 4, 2, 8, 8).values()
-    out = tw.flash_attention(q, k, v, dropout_p=0.5, seed=11)
-    assert same_bits(out, tw.flash_attention(q, k, v, dropout_p=0.5, seed=11))
-    assert not torch.equal(out, tw.flash_attention(q, k, v, dropout_p=0.5, seed=12))
-    part = tw.flash_attention(q[:, :7], k, v, dropout_p=0.5, seed=11)
-    torch.testing.assert_close(part, out[:, :7])
+    drop = functools.partial(tw.flash_attention, dropout_p=0.5, backend=backend)
+    out = drop(q, k, v, seed=11)
+    assert same_bits(out, drop(q, k, v, seed=11))
+    assert not torch.equal(out, drop(q, k, v, seed=12))
+    torch.testing.assert_close(drop(q[:, :7], k, v, seed=11), out[:, :7])
     torch.manual_seed(3)
-    a, b = (tw.flash_attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    a, b = (drop(q, k, v) for _ in range(2))
     torch.manual_seed(3)
-    assert same_bits(a, tw.flash_attention(q, k, v, dropout_p=0.5)) and not torch.equal(a, b)
+    assert same_bits(a, drop(q, k, v)) and not torch.equal(a, b)
 
 
 def test_dropout_mask_is_philox_by_coordinates():
@@ -352,14 +370,11 @@ def test_dropout_mask_is_philox_by_coordinates():
         assert bits[b, h, i, j] == host.philox(seed, j // 4 + (i << 32), h + (b << 32))[j % 4]
 
 
-def test_gradcheck_with_dropout():
-    check_gradcheck(with_lse, qkv(1, 5, 6, 2, 1, 2, 2), {"dropout_p": 0.4, "seed": 1})
-
-
-def test_dropout_of_everything_is_zero():
-    leaves = {n: x.requires_grad_() for n, x in qkv(1, 5, 6, 2, 1, 2, 2).items()}
-    out = tw.flash_attention(**leaves, dropout_p=1.0)
-    assert (out == 0).all()
+@pytest.mark.parametrize("backend", backends_taking("dropout_p"))
+def test_dropout_of_everything_is_zero(backend):
+    leaves = {n: x.requires_grad_() for n, x in qkv(1, 5, 6, 2, 1, 8, 8).items()}
+    out, lse = with_lse(**leaves, dropout_p=1.0, backend=backend)
+    assert (out == 0).all() and lse.isfinite().all()
     assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves.values()))
 
 
@@ -375,6 +390,25 @@ def test_every_option_runs_on_the_cpu_kernels():
         dropout_p=0.5,
     )  # fmt: skip
     assert "cpu: chosen" in text
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_the_first_backend_that_takes_the_options_runs_and_explain_says_so(case):
+    inputs, options = option_inputs(case, 1, 4, 5, 2, 1, 8, 8), OPTIONS[case][0]
+    used = options_used(case)
+    text = tw.explain(tw.flash_attention, **inputs, **options)
+    able = [b for b in ("cpu", "torch") if b in backends_taking(*used)]
+    assert f"  {able[0]}: chosen" in text.splitlines()
+    for backend in set(BACKENDS) - {"vgpu"} - set(backends_taking(*used)):
+        with pytest.raises(tw.BackendError, match=f"{backend}: does not implement"):
+            tw.flash_attention(**inputs, **options, backend=backend)
+
+
+def test_strict_mode_never_ends_at_the_torch_reference(monkeypatch):
+    monkeypatch.setenv("TRAINWRIGHT_STRICT", "1")
+    wide = torch.randn(1, 4, 1, 513)
+    with pytest.raises(tw.BackendError, match="needs D <= 512, got 513"):
+        tw.flash_attention(wide, wide, wide)
 
 
 X = torch.ones(2, 3, 4, 8)

@@ -5,7 +5,16 @@ import functools
 import pytest
 import torch
 import trainwright as tw
-from attention_cases import COMPILED, DTYPES, INF, NAN, backends_taking, dtypes_of, reference
+from attention_cases import (
+    COMPILED,
+    DTYPES,
+    INF,
+    NAN,
+    backends_taking,
+    dtypes_of,
+    reference,
+    with_fp64,
+)
 from numerics import (
     check_compile,
     check_gradcheck,
@@ -128,8 +137,7 @@ def test_any_layout(backend):
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [(c, b) for c in ("alibi per sequence", "all at once") for b in backends_taking(*options_used(c), among=COMPILED)
-     if torch.float64 in dtypes_of(b)],
+    [(c, b) for c in ("alibi per sequence", "all at once") for b in with_fp64(backends_taking(*options_used(c)))],
 )  # fmt: skip
 def test_gradcheck(case, backend):
     small = {"q": (4, 2, 2), "k": (5, 1, 2), "v": (5, 1, 2), "alibi_slopes": (3, 2), "sinks": (2,)}

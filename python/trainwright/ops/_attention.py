@@ -128,7 +128,8 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        inputs, fixed = ctx.saved_tensors[:8], (*ctx.saved_tensors[8:], *ctx.plain)
+        saved = ctx.saved_tensors  # once: checkpointing recomputes at the first access
+        inputs, fixed = saved[:8], (*saved[8:], *ctx.plain)
         function = functools.partial(_backward_formula, fixed=fixed)
         if all(u is None for u in upstream):
             return (None,) * 16
@@ -136,7 +137,8 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        inputs, fixed = ctx.saved_tensors[:8], (*ctx.saved_tensors[8:], *ctx.plain)
+        saved = ctx.saved_tensors
+        inputs, fixed = saved[:8], (*saved[8:], *ctx.plain)
         function = functools.partial(_backward_formula, fixed=fixed)
         return tuple(jvp(function, inputs, tangents[:8], ctx.need))
 
@@ -168,10 +170,11 @@ class CompiledAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        inputs, (out, lse) = ctx.saved_tensors[:6], ctx.saved_tensors[6:8]
+        saved = ctx.saved_tensors  # once: checkpointing recomputes at the first access
+        inputs, (out, lse) = saved[:6], saved[6:8]
         if dout is None:
             dout = torch.zeros_like(out)
-        fixed = (*ctx.saved_tensors[8:], *ctx.plain)
+        fixed = (*saved[8:], *ctx.plain)
         run = (
             AttentionBackward.forward if torch.compiler.is_compiling() else AttentionBackward.apply
         )
@@ -188,9 +191,9 @@ class Attention(CompiledAttention):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        fixed = (*ctx.saved_tensors[8:], *ctx.plain)
-        function = functools.partial(_forward_formula, fixed=fixed)
-        return tuple(jvp(function, ctx.saved_tensors[:6], tangents[:6], (True, True)))
+        saved = ctx.saved_tensors
+        function = functools.partial(_forward_formula, fixed=(*saved[8:], *ctx.plain))
+        return tuple(jvp(function, saved[:6], tangents[:6], (True, True)))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
