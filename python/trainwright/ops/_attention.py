@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from trainwright.ops import _library
 from trainwright.ops._attention_formula import formula, jvp, vjp
@@ -147,26 +148,28 @@ class AttentionBackward(torch.autograd.Function):
         return _one_by_one(AttentionBackward.apply, info.batch_size, in_dims, args)
 
 
-class CompiledAttention(torch.autograd.Function):
-    """(out, lse) of q, k, v, alibi_slopes, bias, sinks, for code under torch.compile, which takes no function with a
-    forward mode."""
+def transforms_active() -> bool:
+    """Whether torch.func or forward mode is at work."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
-    # Without *args: where nothing needs a gradient, torch.compile counts the parameters.
+
+class Attention(torch.autograd.Function):
+    """(out, lse) of q, k, v, alibi_slopes, bias, sinks, in eager and under torch.compile."""
+
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, alibi: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alibi: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
         cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seed: Tensor | None, numbers: Sequence[Any],
         backend: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         tensors = (cu_seqlens_q, cu_seqlens_k, alibi, bias, sinks, seed)
-        result: tuple[Tensor, Tensor] = FORWARD[backend](q, k, v, *tensors, *numbers)
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:6], *output, *inputs[6:9])
-        ctx.plain = inputs[9:]
+        out, lse = FORWARD[backend](q, k, v, *tensors, *numbers)
+        ctx.save_for_backward(
+            q, k, v, alibi, bias, sinks, out, lse, cu_seqlens_q, cu_seqlens_k, seed
+        )
+        ctx.plain = numbers, backend
         ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -175,19 +178,31 @@ class CompiledAttention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         fixed = (*saved[8:], *ctx.plain)
-        run = (
-            AttentionBackward.forward if torch.compiler.is_compiling() else AttentionBackward.apply
-        )
+        run = AttentionBackward.forward
+        if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or transforms_active()):
+            run = AttentionBackward.apply
         return *run(dout, dlse, *inputs, out, lse, ctx.needs_input_grad[:6], *fixed), *[None] * 5
 
 
-class Attention(CompiledAttention):
-    """With forward mode, by the formula, and vmap."""
+class TransformedAttention(torch.autograd.Function):
+    """`Attention` for torch.func and forward mode, which want another interface, with forward mode by the formula. That
+    interface costs 70 us a call, and torch.compile does not take a function with a forward mode."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, alibi, bias, sinks = args[:6]
+        tensors = _tensors(alibi, bias, sinks, args[6:])
+        result: tuple[Tensor, Tensor] = FORWARD[args[10]](q, k, v, *tensors, *args[9])
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        CompiledAttention.setup_context(ctx, inputs, output)
+        ctx.save_for_backward(*inputs[:6], *output, *inputs[6:9])
         ctx.save_for_forward(*inputs[:6], *output, *inputs[6:9])
+        ctx.plain = inputs[9:]
+        ctx.set_materialize_grads(False)
+
+    backward = Attention.backward
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -197,7 +212,7 @@ class Attention(CompiledAttention):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return _one_by_one(Attention.apply, info.batch_size, in_dims, args)
+        return _one_by_one(TransformedAttention.apply, info.batch_size, in_dims, args)
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
@@ -240,8 +255,8 @@ def attention(
         cu_k = cu_k.view_as(cu_k) if cu_k is not None and cu_k is cu_q else cu_k
     drawn = seed_tensor(seed, q.device) if dropout_p > 0 else None
     numbers = (*max_seqlen, float(scale), *window, top_left, float(softcap or 0.0), float(dropout_p))  # fmt: skip
-    function = CompiledAttention if torch.compiler.is_compiling() else Attention
-    result: tuple[Tensor, Tensor] = function.apply(
-        q, k, v, alibi_slopes, bias, sinks, cu_q, cu_k, drawn, numbers, backend
-    )
+    arguments = (q, k, v, alibi_slopes, bias, sinks, cu_q, cu_k, drawn, numbers, backend)
+    compiling = torch.compiler.is_compiling()
+    function = Attention if compiling or not transforms_active() else TransformedAttention
+    result: tuple[Tensor, Tensor] = function.apply(*arguments)
     return result

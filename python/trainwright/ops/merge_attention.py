@@ -26,12 +26,14 @@ def merge_attention(
     −inf counts for nothing, whatever its out; two of them give (0, −inf).
 
     Args:
-        out_a, out_b: (B, T, H, Dv), same shape, dtype and device.
+        out_a, out_b: (B, T, H, Dv), same shape and device. Keep a running result in fp32: ``merge_attention(total, lse,
+            out, lse_out)`` with `total` fp32 and `out` bf16 gives fp32.
         lse_a, lse_b: (B, H, T), natural log, as `flash_attention` returns them.
         backend: None or "torch".
 
     Returns:
-        (out, lse): dtype of out_a, and fp32 (fp64 for fp64). Differentiable in all four arguments.
+        (out, lse): the dtype that out_a and out_b promote to, and fp32 (fp64 for fp64). Differentiable in all four
+        arguments, any number of times.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, dtype or shape.
@@ -47,12 +49,13 @@ def merge_attention(
     """
     op = "merge_attention"
     check_tensor(op, "out_a", out_a, shape=(None,) * 4)
-    check_tensor(op, "out_b", out_b, dtypes=(out_a.dtype,), shape=out_a.shape, device=out_a.device)
+    check_tensor(op, "out_b", out_b, shape=out_a.shape, device=out_a.device)
     B, T, H, _ = out_a.shape
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         check_tensor(op, name, lse, shape=(B, H, T), device=out_a.device)
-    dispatch.resolve(op, backend, out_a.device, out_a.dtype)
-    acc = acc_dtype(out_a.dtype)
+    dtype = torch.promote_types(out_a.dtype, out_b.dtype)
+    dispatch.resolve(op, backend, out_a.device, dtype)
+    acc = acc_dtype(dtype)
     a, b = lse_a.to(acc), lse_b.to(acc)
     top = torch.maximum(a, b).detach()
     empty = top == -math.inf
@@ -67,7 +70,7 @@ def merge_attention(
 
     out = part(weight_a, a, out_a) + part(weight_b, b, out_b)
     lse = (shift + torch.log(total)).masked_fill(empty, -math.inf)
-    return out.to(out_a.dtype), lse
+    return out.to(dtype), lse
 
 
 @dispatch.self_check("merge_attention")
