@@ -81,7 +81,8 @@ def flash_attention(
     Numerics: scores, softmax and sums in fp32 (fp64 for fp64), rounded once; bit-equal for any number of threads. A key
     that a query does not see never reaches it, even if it is NaN or inf. The CPU kernels run every option; what another
     backend lacks runs on the torch reference, which stores the (Tq, Tk) matrix. Under autocast q, k, v are cast to the
-    autocast dtype.
+    autocast dtype. Forward mode and second derivatives come from a formula that stores that matrix; `torch.func.vmap`
+    makes one call per element.
 
     Source: Dao, "FlashAttention-2", 2023; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 
