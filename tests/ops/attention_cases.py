@@ -27,10 +27,11 @@ def takes(backend, *options):
     return not set(options) & set(candidate(backend).lacks)
 
 
-def dtypes_of(backend):
-    """Those of the tables: all that the kernels take; one in the slow interpreter."""
-    few = {"triton": [torch.float32], "torch": [torch.float32, torch.bfloat16]}
-    return few.get(backend) or list(candidate(backend).dtypes)
+def dtypes_of(backend, every=True):
+    """Those of the tables: all that the kernels take, or the two of training; one in the slow interpreter."""
+    few = {"triton": [torch.float32], "torch": [torch.float32, torch.bfloat16][: 1 + every]}
+    dtypes = few.get(backend) or list(candidate(backend).dtypes)
+    return dtypes if every else dtypes[:2]
 
 
 def backends_taking(*options, among=BACKENDS):

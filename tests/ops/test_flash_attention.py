@@ -56,7 +56,7 @@ OPTION_TABLE = [
     pytest.param(case, dtype, backend, id=f"{case}-{str(dtype)[6:]}-{backend}")
     for case in OPTIONS
     for backend in backends_taking(*options_used(case))
-    for dtype in dtypes_of(backend)
+    for dtype in dtypes_of(backend, every=case == "all at once")
 ]
 
 
