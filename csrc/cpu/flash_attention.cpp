@@ -141,7 +141,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_bwd_c
   const int64_t rows = q.size(0) * a.Tq * a.H;
   const int64_t D = round_up(a.D, kAttentionPad), Dv = round_up(a.Dv, kAttentionPad);
   const int64_t q_blocks = count_blocks(a, kAttentionRows, false) * a.H;
-  const int64_t k_blocks = count_blocks(a, kAttentionKeys, true) * a.H;
+  a.task_keys = backward_task_keys(a);
+  const int64_t k_blocks = count_blocks(a, a.task_keys, true) * a.H;
   const std::vector<int64_t> none{0};
   auto gradient = [&](bool needed, const std::optional<Tensor>& like, ScalarType dtype,
                       void** memory) {

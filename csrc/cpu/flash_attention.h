@@ -53,6 +53,7 @@ struct FlashAttentionArgs {
   const void* dlse;  // as lse, or null
   void *dq, *dk, *dv, *dalibi, *dbias, *dsinks;
   int64_t bias_sizes[4];  // of the bias: b, h, i, j
+  int64_t task_keys;      // keys of a task
   // Workspaces, in acc type but for the last two; rows: all of a head together. kAttentionPad.
   void *q_rows, *dout_rows, *dq_rows;   // (rows, D or Dv padded)
   void *row_max, *row_log_sum, *delta;  // (rows)
@@ -62,7 +63,7 @@ struct FlashAttentionArgs {
 };
 
 constexpr int64_t kAttentionRows = 64;     // queries of a block of the backward pass
-constexpr int64_t kAttentionKeys = 64;     // keys of a block of the backward pass
+constexpr int64_t kAttentionKeys = 128;    // keys of a block of the backward pass, at most
 constexpr int64_t kForwardKeys = 128;      // keys of a block of the forward pass
 constexpr int64_t kForwardRows = 128;      // queries of a task of the forward pass, at most
 constexpr int64_t kForwardLeastRows = 32;  // at least: a panel of AVX-512
@@ -125,6 +126,13 @@ TW_HD int64_t forward_task_rows(const FlashAttentionArgs& a) {
   while (rows > kForwardLeastRows && a.H * count_blocks(a, rows, false) < 4 * num_threads())
     rows /= 2;
   return rows;
+}
+
+// Keys of a task of the backward pass: large blocks read q and dout less often, small ones give a
+// short call of few heads more than one task. Not by the threads: sums that run over blocks have the
+// same bits for any number of them.
+TW_HD int64_t backward_task_keys(const FlashAttentionArgs& a) {
+  return a.G * count_blocks(a, kAttentionKeys, true) < 8 ? kAttentionKeys / 2 : kAttentionKeys;
 }
 
 TW_END

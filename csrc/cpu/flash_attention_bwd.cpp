@@ -112,8 +112,8 @@ struct KeyBlock {
         s(sequence_of(args, batch)),
         b(batch),
         g(kv_head),
-        j0(block * BN),
-        keys(min_of(BN, s.band.Tk - block * BN)),
+        j0(block * args.task_keys),
+        keys(min_of(args.task_keys, s.band.Tk - block * args.task_keys)),
         need_ds(with_ds),
         t(memory, args) {
     const int64_t row = s.k_row + j0;
@@ -270,7 +270,7 @@ struct BackwardTask : KeyBlock<A, TERMS> {
         if (a.dq) add_dq(x, h, block, ra, rb, cut && !Base::k_finite, seen);
       }
       if (a.dalibi)
-        static_cast<A*>(a.dalibi_parts)[k_table.number(b, a.H, h, j0 / BN)] = -sloped_sum;
+        static_cast<A*>(a.dalibi_parts)[k_table.number(b, a.H, h, j0 / a.task_keys)] = -sloped_sum;
     }
     const int64_t first = (s.k_first + j0) * a.G + g;
     if (a.dk) {
@@ -307,7 +307,7 @@ struct BackwardTask : KeyBlock<A, TERMS> {
     const int64_t row = head_rows(a, s, h) + x.i0;
     A* dq = static_cast<A*>(a.dq_rows) + row * q_ld;
     int64_t* ticket = a.tickets + q_table.number(b, a.H, h, block);
-    const int64_t turn = j0 / BN - band.begin(x.i0) / BN;
+    const int64_t turn = j0 / a.task_keys - band.begin(x.i0) / a.task_keys;
     while (__atomic_load_n(ticket, __ATOMIC_ACQUIRE) != turn) sched_yield();
     if (turn == 0) memset(dq, 0, static_cast<size_t>(x.rows * q_ld) * sizeof(A));
     if (one_by_one)
@@ -320,7 +320,7 @@ struct BackwardTask : KeyBlock<A, TERMS> {
           add_product<A, false>(count, n1 - n0, t.ds + m * BN + n0, BN, t.k + n0 * Dp, Dp,
                                 dq + m * q_ld, q_ld, Dp);
       });
-    if (j0 + BN >= band.end(x.i0 + x.rows - 1)) {
+    if (j0 + a.task_keys >= band.end(x.i0 + x.rows - 1)) {
       multiply(dq, x.rows * q_ld, static_cast<A>(a.scale));
       const int64_t first = (s.q_first + x.i0) * a.H + h;
       store_rows<A>(a.dq, a.dtype, first * a.D, a.H * a.D, dq, q_ld, x.rows, a.D);
@@ -408,7 +408,7 @@ void bias_task(const FlashAttentionArgs& a, const BlockTable& q_table, int64_t x
                int64_t z, void* memory) {
   const auto [bb, bh, bi, bj] = a.bias_sizes;
   const bool by_key = bj > 1;
-  const int64_t q_blocks = blocks_of(a.Tq, BM), k_blocks = blocks_of(a.Tk, BN);
+  const int64_t q_blocks = blocks_of(a.Tq, BM), k_blocks = blocks_of(a.Tk, a.task_keys);
   A* parts = static_cast<A*>(bi == 1 && bj == 1 ? a.dbias_parts : a.dbias);
   parts += (x * bh + y) * (bi == 1 && bj == 1 ? q_blocks : bi * bj);
   const int64_t group = a.H / a.G;
@@ -441,7 +441,7 @@ void bias_task(const FlashAttentionArgs& a, const BlockTable& q_table, int64_t x
 template<class A>
 void bias_gradient(const FlashAttentionArgs& a, const BlockTable& q_table) {
   const auto [bb, bh, bi, bj] = a.bias_sizes;
-  const int64_t q_blocks = blocks_of(a.Tq, BM), k_blocks = blocks_of(a.Tk, BN);
+  const int64_t q_blocks = blocks_of(a.Tq, BM), k_blocks = blocks_of(a.Tk, a.task_keys);
   const int64_t blocks = bj > 1 ? k_blocks : q_blocks;
   const int64_t size = bb * bh * bi * bj;
   A* dbias = static_cast<A*>(a.dbias);
@@ -495,11 +495,11 @@ int64_t list_key_tasks(const FlashAttentionArgs& a, const BlockTable& table, Key
 
 template<class A, bool TERMS>
 void backward(const FlashAttentionArgs& a) {
-  const int64_t key_tasks = count_blocks(a, BN, true) * a.G;
+  const int64_t key_tasks = count_blocks(a, a.task_keys, true) * a.G;
   auto* memory = static_cast<int64_t*>(
       scratch(Scratch::attention_tables,
               static_cast<size_t>(2 * (a.B + 1) + 2 * key_tasks) * sizeof(int64_t)));
-  const BlockTable q_table(a, BM, false, memory), k_table(a, BN, true, memory + a.B + 1);
+  const BlockTable q_table(a, BM, false, memory), k_table(a, a.task_keys, true, memory + a.B + 1);
   parallel_dynamic(q_table.total() * a.H, [&](int64_t task) {
     const auto [b, h, block] = q_table.place(task, a.H);
     prepare<A>(a, b, h, block, task);
