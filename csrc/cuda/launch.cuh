@@ -37,4 +37,11 @@ inline int multiprocessors() {
   return count;
 }
 
+// Above 48 KiB of dynamic shared memory the device wants to be asked.
+template<class Kernel>
+void allow_shared(Kernel kernel, int bytes) {
+  if (bytes > 48 * 1024)
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
 }  // namespace tw

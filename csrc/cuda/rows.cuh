@@ -147,13 +147,6 @@ struct ColumnSums {
   }
 };
 
-// Above 48 KiB of dynamic shared memory the device wants to be asked.
-template<class Kernel>
-void allow_shared(Kernel kernel, int bytes) {
-  if (bytes > 48 * 1024)
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
 // Dynamic shared memory of ColumnSums.
 template<class A, int VEC, int R, int K>
 int column_bytes(int64_t C, dim3 block) {

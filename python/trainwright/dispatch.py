@@ -104,7 +104,8 @@ def register(op: str, *candidates: Candidate) -> Callable[[F], F]:
 
 
 def self_check(op: str) -> Callable[[F], F]:
-    """Decorator for `check(backend, device) -> tensors`: one small seeded fp32 call of an op, and its gradients.
+    """Decorator for `check(backend, device) -> tensors`: one small seeded call of an op in fp32 (in `check_dtype` where
+    a backend does not take that), and its gradients.
 
     ``python -m trainwright.info --check`` compares its result on every backend with that of the torch reference. Inputs
     are drawn on the CPU and moved to `device`.
@@ -115,6 +116,12 @@ def self_check(op: str) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def check_dtype(op: str, backend: str | None) -> torch.dtype:
+    """Of the self-check of `op` on `backend`: fp32, or the first dtype of a backend that does not take fp32."""
+    dtypes = next((c.dtypes for c in _ops[op] if c.backend == backend), (torch.float32,))
+    return torch.float32 if torch.float32 in dtypes else dtypes[0]
 
 
 def ops() -> list[str]:

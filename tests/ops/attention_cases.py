@@ -34,6 +34,15 @@ def dtypes_of(backend, every=True):
     return dtypes if every else dtypes[:2]
 
 
+def dtype_for(backend):
+    """Of the tests that are not about dtypes."""
+    return torch.float32 if torch.float32 in candidate(backend).dtypes else torch.bfloat16
+
+
+FP32 = [b for b in BACKENDS if dtype_for(b) == torch.float32]
+FP32_COMPILED = [b for b in COMPILED if b in FP32]
+
+
 def backends_taking(*options, among=BACKENDS):
     return [b for b in among if takes(b, *options)]
 

@@ -7,10 +7,13 @@ import torch
 import trainwright as tw
 from attention_cases import (
     COMPILED,
+    FP32,
+    FP32_COMPILED,
     INF,
     NAN,
     OPTIONS,
     backends_taking,
+    dtype_for,
     option_inputs,
     qkv,
     reference,
@@ -22,7 +25,7 @@ from numerics import check_reference, same_bits
 SHAPE = (1, 14, 20, 2, 1, 8, 8)
 
 
-@pytest.mark.parametrize("backend", backends_taking("bias"))
+@pytest.mark.parametrize("backend", backends_taking("bias", among=FP32))
 def test_nan_behind_a_bias_of_minus_inf_reaches_nothing(backend):
     bias = torch.zeros(14, 20)
     bias[:, 17] = -INF  # no query sees key 17,
@@ -43,7 +46,7 @@ def test_nan_behind_a_bias_of_minus_inf_reaches_nothing(backend):
             torch.testing.assert_close(dirty, clean, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", backends_taking("bias", among=COMPILED))
+@pytest.mark.parametrize("backend", backends_taking("bias", among=FP32_COMPILED))
 @pytest.mark.parametrize("shape", [(14, 20), (2, 1, 20), (1, 1, 14, 1), (20,), (1,)], ids=str)
 def test_only_the_bias_wants_a_gradient_and_broadcast_dims_are_summed(backend, shape):
     inputs = qkv(*SHAPE, torch.float32)
@@ -59,7 +62,7 @@ def test_only_the_bias_wants_a_gradient_and_broadcast_dims_are_summed(backend, s
 
 
 @pytest.mark.parametrize(
-    "backend", backends_taking("alibi_slopes", "bias", "sinks", among=COMPILED)
+    "backend", backends_taking("alibi_slopes", "bias", "sinks", among=FP32_COMPILED)
 )
 @pytest.mark.parametrize("wanted", ["alibi_slopes", "bias", "sinks", "q", "v"])
 def test_only_the_gradients_asked_for(backend, wanted):
@@ -73,7 +76,7 @@ def test_only_the_gradients_asked_for(backend, wanted):
     assert same_bits(one[wanted].grad, every[wanted].grad)
 
 
-@pytest.mark.parametrize("backend", backends_taking("sinks"))
+@pytest.mark.parametrize("backend", backends_taking("sinks", among=FP32))
 def test_a_sink_takes_its_share_of_the_output_and_none_of_lse(backend):
     inputs = qkv(*SHAPE)
     plain, lse = with_lse(**inputs, causal=True, causal_align="top-left", backend=backend)
@@ -87,7 +90,7 @@ def test_a_sink_takes_its_share_of_the_output_and_none_of_lse(backend):
         assert (torch.autograd.grad(out.sum(), sinks)[0] == 0).all()
 
 
-@pytest.mark.parametrize("backend", backends_taking("sinks"))
+@pytest.mark.parametrize("backend", backends_taking("sinks", among=FP32))
 def test_queries_without_keys_give_zero_with_sinks_too(backend):
     leaves = {n: x.requires_grad_() for n, x in qkv(1, 6, 2, 2, 1, 8, 8).items()}
     sinks = torch.zeros(2, requires_grad=True)
@@ -99,7 +102,7 @@ def test_queries_without_keys_give_zero_with_sinks_too(backend):
     assert all(g.isfinite().all() for g in grads) and (grads[0][:, :4] == 0).all()
 
 
-@pytest.mark.parametrize("backend", backends_taking("softcap", among=COMPILED))
+@pytest.mark.parametrize("backend", backends_taking("softcap", among=FP32_COMPILED))
 def test_softcap_of_huge_scores_saturates_with_finite_gradients(backend):
     leaves = {n: (1e3 * x).requires_grad_() for n, x in qkv(*SHAPE).items()}
     out = tw.flash_attention(**leaves, softcap=5.0, causal=True, backend=backend)
@@ -107,13 +110,13 @@ def test_softcap_of_huge_scores_saturates_with_finite_gradients(backend):
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves.values()))
 
 
-@pytest.mark.parametrize("backend", backends_taking("softcap", "dropout_p", among=COMPILED))
+@pytest.mark.parametrize("backend", backends_taking("softcap", "dropout_p", among=FP32_COMPILED))
 def test_softcap_with_dropout(backend):
     options = {"softcap": 1.5, "dropout_p": 0.25, "seed": 3, "causal": True}
     check_reference(with_lse, reference, qkv(1, 70, 75, 2, 1, 16, 16), options, backend=backend)
 
 
-@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("backend", FP32_COMPILED)
 def test_a_window_counts_the_keys_to_either_side_inclusively(backend):
     q, k = torch.zeros(1, 20, 1, 4), torch.zeros(1, 20, 1, 4)
     v = torch.eye(20).view(1, 20, 1, 20)
@@ -124,7 +127,7 @@ def test_a_window_counts_the_keys_to_either_side_inclusively(backend):
         assert torch.equal(seen, (ahead <= right) & ((ahead >= -left) | (left < 0)))
 
 
-@pytest.mark.parametrize("backend", backends_taking("alibi_slopes", among=COMPILED))
+@pytest.mark.parametrize("backend", backends_taking("alibi_slopes", among=FP32_COMPILED))
 def test_alibi_of_part_of_the_heads_is_that_part(backend):
     inputs = option_inputs("alibi per batch and head", 2, 9, 12, 4, 4, 8, 8)
     whole = tw.flash_attention(**inputs, backend=backend)
@@ -132,7 +135,7 @@ def test_alibi_of_part_of_the_heads_is_that_part(backend):
     assert same_bits(tw.flash_attention(**part, backend=backend), whole[:, :, 2:].contiguous())
 
 
-@pytest.mark.parametrize("backend", backends_taking("dropout_p", among=COMPILED))
+@pytest.mark.parametrize("backend", backends_taking("dropout_p", among=FP32_COMPILED))
 def test_checkpointing_recomputes_with_the_same_dropout(backend):
     leaves = [x.requires_grad_() for x in qkv(*SHAPE).values()]
     drop = functools.partial(tw.flash_attention, dropout_p=0.4, causal=True, backend=backend)
@@ -147,7 +150,7 @@ def test_checkpointing_recomputes_with_the_same_dropout(backend):
     assert all(same_bits(a, b) for a, b in zip(*results))
 
 
-@pytest.mark.parametrize("backend", with_fp64(backends_taking("dropout_p", among=COMPILED)))
+@pytest.mark.parametrize("backend", with_fp64(backends_taking("dropout_p", among=FP32_COMPILED)))
 def test_every_backend_drops_the_same_pairs(backend):
     q, k, v = qkv(2, 70, 75, 4, 2, 16, 16, torch.float64).values()
     options = {"dropout_p": 0.37, "seed": -12345, "causal": True}
@@ -155,7 +158,7 @@ def test_every_backend_drops_the_same_pairs(backend):
     torch.testing.assert_close(ours, exact)
 
 
-@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("backend", FP32_COMPILED)
 def test_one_tensor_as_query_key_and_value(backend):
     x = torch.randn(1, 9, 2, 8, requires_grad=True)
     out = tw.flash_attention(x, x, x, causal=True, backend=backend)
@@ -206,7 +209,8 @@ def sweep():
             used = [o for o in ("softcap", "dropout_p") if o in options]
             for backend in backends_taking(*used, among=[b for b in COMPILED if b != "torch"]):
                 name = f"{D}-{variant}-{lengths[0]}x{lengths[1]}-{heads}-{backend}"
-                marks = (*slow, FAULTS[name]) if name in FAULTS else slow
+                often = (pytest.mark.slow,) if backend == "vgpu" else slow
+                marks = (*often, FAULTS[name]) if name in FAULTS else often
                 shape = (1, *lengths, *HEADS[heads], D, D)
                 yield pytest.param(shape, options, backend, id=name, marks=marks)
             n += 1
@@ -214,5 +218,5 @@ def sweep():
 
 @pytest.mark.parametrize(("shape", "options", "backend"), list(sweep()))
 def test_sweep(shape, options, backend):
-    dtype = torch.bfloat16 if shape[1] % 2 else torch.float32
+    dtype = torch.bfloat16 if shape[1] % 2 else dtype_for(backend)
     check_reference(with_lse, reference, qkv(*shape, dtype), options, backend=backend)

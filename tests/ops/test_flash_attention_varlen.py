@@ -11,6 +11,7 @@ from attention_cases import (
     INF,
     NAN,
     backends_taking,
+    dtype_for,
     dtypes_of,
     reference,
     with_fp64,
@@ -111,7 +112,7 @@ def test_matches_reference(case, dtype, backend):
 @pytest.mark.parametrize("backend", backends_taking("varlen", among=COMPILED))
 @pytest.mark.parametrize("case", ["causal", "empty sequences", "window"])
 def test_equals_a_loop_over_sequences_bit_for_bit(case, backend):
-    inputs, options = inputs_of(case), CASES[case][1]
+    inputs, options = inputs_of(case, dtype_for(backend)), CASES[case][1]
 
     def dense(q, k, v, batch, **options):
         return tw.flash_attention(q, k, v, return_lse=True, backend=backend, **options)
@@ -130,7 +131,7 @@ def test_equals_a_loop_over_sequences_bit_for_bit(case, backend):
 
 @pytest.mark.parametrize("backend", backends_taking("varlen", among=COMPILED))
 def test_any_layout(backend):
-    inputs = inputs_of("rows before and after")
+    inputs = inputs_of("rows before and after", dtype_for(backend))
     no_grad = ("cu_seqlens_q", "cu_seqlens_k")
     check_layouts(with_lse, inputs, {"causal": True}, backend=backend, no_grad=no_grad)
 
@@ -218,7 +219,7 @@ def test_opcheck(dtype):
 
 @pytest.mark.parametrize("backend", backends_taking("varlen"))
 def test_rows_of_no_sequence_give_zero_and_zero_gradients_whatever_they_hold(backend):
-    inputs = inputs_of("rows before and after")
+    inputs = inputs_of("rows before and after", dtype_for(backend))
     for n in "qkv":
         inputs[n][:4], inputs[n][-4:] = NAN, INF
     leaves = {n: x.requires_grad_(n in "qkv") for n, x in inputs.items()}
@@ -234,7 +235,8 @@ def test_rows_of_no_sequence_give_zero_and_zero_gradients_whatever_they_hold(bac
 
 @pytest.mark.parametrize("backend", backends_taking("varlen"))
 def test_no_sequences(backend):
-    leaves = [torch.randn(6, 2, 8).requires_grad_() for _ in range(3)]
+    dtype = dtype_for(backend)
+    leaves = [torch.randn(6, 2, 8).to(dtype).requires_grad_() for _ in range(3)]
     starts = torch.tensor([3])
     out, lse = tw.flash_attention_varlen(*leaves, starts, starts, return_lse=True, backend=backend)
     assert (out == 0).all() and (lse == -INF).all()
@@ -243,7 +245,7 @@ def test_no_sequences(backend):
 
 @pytest.mark.parametrize("backend", backends_taking("varlen"))
 def test_nan_of_one_sequence_stays_in_it(backend):
-    x = torch.randn(12, 1, 8)
+    x = torch.randn(12, 1, 8).to(dtype_for(backend))
     x[4] = NAN
     leaves = [x.clone().requires_grad_() for _ in range(3)]
     starts = torch.tensor([0, 4, 7, 12])

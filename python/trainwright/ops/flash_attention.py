@@ -22,6 +22,7 @@ __all__ = ["flash_attention"]
 _SIZES = (("D", 512), ("Dv", 512))
 CANDIDATES = (  # of flash_attention_varlen too
     Candidate("cpu", FLOAT_DTYPES, limits=_SIZES),
+    Candidate("cuda", FLOAT_DTYPES[1:3], limits=(("D", 256), ("Dv", 256))),
     Candidate("triton", FLOAT_DTYPES[:3], limits=_SIZES),
     Candidate("torch", FLOAT_DTYPES, limits=_SIZES),
 )
@@ -114,7 +115,9 @@ def flash_attention(
 
 @dispatch.self_check("flash_attention")
 def _check(backend: str, device: torch.device) -> list[Tensor]:
-    q, k, v = torch.randn(1, 19, 4, 8), torch.randn(1, 23, 2, 8), torch.randn(1, 23, 2, 6)
+    dtype = dispatch.check_dtype("flash_attention", backend)
+    shapes = (1, 19, 4, 8), (1, 23, 2, 8), (1, 23, 2, 6)
+    q, k, v = (torch.randn(s).to(dtype) for s in shapes)
     return _library.outputs_and_gradients(
         functools.partial(flash_attention, causal=True, return_lse=True), backend, device, q=q, k=k, v=v
     )  # fmt: skip

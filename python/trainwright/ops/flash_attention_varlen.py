@@ -166,7 +166,8 @@ def flash_attention_varlen(
 
 @dispatch.self_check(OP)
 def _check(backend: str, device: torch.device) -> list[Tensor]:
-    q, k, v = torch.randn(19, 4, 8), torch.randn(23, 2, 8), torch.randn(23, 2, 6)
+    dtype = dispatch.check_dtype(OP, backend)
+    q, k, v = (torch.randn(s).to(dtype) for s in ((19, 4, 8), (23, 2, 8), (23, 2, 6)))
     starts_q, starts_k = torch.tensor([0, 7, 7, 17]), torch.tensor([0, 5, 9, 22])
     return _library.outputs_and_gradients(
         functools.partial(flash_attention_varlen, causal=True, return_lse=True), backend, device, q=q, k=k, v=v,
