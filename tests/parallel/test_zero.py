@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-import zero_cases
 from trainwright.parallel._shards import by_owner, divide
 from trainwright.parallel.layout import FlatLayout
 
@@ -28,8 +27,7 @@ def test_zero(rank_pools, world, case):
     assert rank_pools.run(world, "zero_cases", case) == [None] * world
 
 
-@pytest.mark.parametrize("kind", zero_cases.KINDS)
-@pytest.mark.parametrize("stage", zero_cases.STAGES)
+@pytest.mark.parametrize(("stage", "kind"), [(1, "int8"), (2, "zoo")])
 def test_state_dicts_fit_any_world_size(rank_pools, stage, kind):
     """Saved on 1, 2 and 3 ranks, loaded on each of the others, from the shards and from the whole."""
     for world, others in ((1, (3,)), (2, (1, 3)), (3, (1, 2))):

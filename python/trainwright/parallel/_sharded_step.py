@@ -111,7 +111,9 @@ class ShardedStep(FusedOptimizer):
         problem = next((p for p in given if id(p) not in self._set.index), None)
         if problem is not None or known & set(map(id, given)):
             self.param_groups.pop()
-            expected = "parameters of module" if problem is not None else "each parameter once"
+            expected = (
+                "parameters of module" if problem is not None else "each parameter in one group"
+            )
             raise ValueError(
                 f"Zero: params: expected {expected}, got another tensor of shape {tuple(given[0].shape)}"
             )
