@@ -191,7 +191,7 @@ def freeze_and_unfreeze(rank, world):
 
 
 def scalers_skip_together(rank, world):
-    """An overflow that one rank alone has: every rank skips, and every scale backs off."""
+    """An overflow of one element, which one rank finds and one owns: all skip, and every scale backs off."""
     for stage in STAGES:
         for scaler in (tw.LossScaler(1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)):
             for unscale in (False, True):
@@ -202,7 +202,7 @@ def scalers_skip_together(rank, world):
                     zero.optimizer.zero_grad()
                     loss = loss_of(zero, rank, world, step)
                     if bad and rank == world - 1:
-                        loss = loss * float("inf")
+                        loss = loss + zero.module[0].weight[0, 0] * float("inf")
                     scaler.scale(loss).backward()
                     if unscale:
                         scaler.unscale_(zero.optimizer)
