@@ -53,6 +53,7 @@ class Lamb(FusedOptimizer):
     """
 
     module = op_module("lamb")
+    elementwise: ClassVar[bool] = False
     hyper: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay", "maximize")
 
     def __init__(

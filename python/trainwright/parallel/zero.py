@@ -41,7 +41,8 @@ class Zero(DataParallel):
     stage 2  4Ψ + 12Ψ / W
     =======  ================
 
-    In stage 2 an average reaches only the rank that owns it: parameters have no ``.grad`` after a backward. While
+    In stage 2 an average reaches only the rank that owns it: parameters have no ``.grad`` after a backward, and the
+    ranges' gradients are reset by `zero_grad` of this object or of `optimizer`, not by that of `module`. While
     `accumulate` or `no_sync` adds up microbatches, their sums are whole. A second backward without `zero_grad` adds
     its averages to those of the first, where `DataParallel` averages the sum: the same up to rounding. Norms are summed
     rank by rank in fp64, so they may differ in the last of its bits.
@@ -237,7 +238,10 @@ def _check(op: str, module: Any, optimizer: Any, stage: Any) -> None:
     check_int(op, "stage", stage)
     if stage not in STAGES:
         raise value_error(
-            op, "stage", f"{' or '.join(map(str, STAGES))} (the stages there are)", stage
+            op,
+            "stage",
+            f"{' or '.join(map(str, STAGES))} (dividing the parameters is not implemented)",
+            stage,
         )
     if not (isinstance(optimizer, type) and issubclass(optimizer, FusedOptimizer)):
         got = getattr(optimizer, "__name__", type(optimizer).__name__)
