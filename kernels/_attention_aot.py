@@ -1,12 +1,10 @@
 """Attention kernels that the tests compile ahead of time (tests/build/test_triton_aot.py): bf16, causal, contiguous."""
 
 from trainwright.kernels import _attention_tiles as options
-from trainwright.kernels._attention_backward import (
-    _flash_attention_dkv_kernel,
-    _flash_attention_dq_kernel,
-)
 from trainwright.kernels._attention_bias import _flash_attention_dbias_kernel
 from trainwright.kernels._attention_configs import FIX, look_up
+from trainwright.kernels._attention_dkv import _flash_attention_dkv_kernel
+from trainwright.kernels._attention_dq import _flash_attention_dq_kernel
 from trainwright.kernels._attention_forward import _flash_attention_fwd_kernel
 
 KERNELS = {

@@ -1,9 +1,9 @@
 """Attention in Triton without the (Tq, Tk) matrix (formulas in csrc/include/trainwright/flash_attention.h).
 
-The kernels stand in _attention_forward, _attention_backward and _attention_bias; _attention_scores has the score and
-its options, _attention_tiles what they share. Blocks that every pair sees run in a loop without masks; only the blocks
-on the edge of the band compare. A kernel is launched a second time for the programs whose result was not finite
-(`FIX`); the others return at once.
+The kernels stand in _attention_forward, _attention_dkv, _attention_dq (their formulas in _attention_backward) and
+_attention_bias; _attention_scores has the score and its options, _attention_tiles what they share. Blocks that every
+pair sees run in a loop without masks; only the blocks on the edge of the band compare. A kernel is launched a second
+time for the programs whose result was not finite (`FIX`); the others return at once.
 FLOPs: forward 4 Tq Tk D per head, backward 2.5 times that (3.5 with the recomputation), halved if causal. Bound: tensor
 cores. Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills (tests/build/test_triton_aot.py).
 """
@@ -14,12 +14,12 @@ from trainwright.kernels import _attention_tiles as options
 from trainwright.kernels._attention_aot import AOT, AOT_RARE
 from trainwright.kernels._attention_backward import (
     _flash_attention_delta_kernel,
-    _flash_attention_dkv_kernel,
-    _flash_attention_dq_kernel,
     _flash_attention_norm_kernel,
 )
 from trainwright.kernels._attention_bias import _flash_attention_dbias_kernel
 from trainwright.kernels._attention_configs import FIX, padded, tile_of
+from trainwright.kernels._attention_dkv import _flash_attention_dkv_kernel
+from trainwright.kernels._attention_dq import _flash_attention_dq_kernel
 from trainwright.kernels._attention_forward import _flash_attention_fwd_kernel
 from trainwright.kernels._attention_tiles import _flash_attention_outside_kernel
 

@@ -41,6 +41,11 @@ def test_usual_kernels_and_driver(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_attention_moves_what_its_tiles_say(arch):
+    run(arch, "tests/vgpu/compiled_attention.py")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_optimizers_move_what_their_formats_say(arch):
     run(arch, "tests/vgpu/compiled_optimizers.py")
 
