@@ -12,6 +12,7 @@ from numerics import (
     check_reference,
     same_bits,
 )
+from trainwright import dispatch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BACKENDS = backends_for_tests(tw.matmul)
@@ -186,6 +187,12 @@ def test_bad_arguments(arguments, error, message):
         tw.matmul(**{"a": torch.ones(3, 9), "b": torch.ones(9, 2), **arguments})
 
 
-def test_automatic_choice():
+def test_automatic_choice(monkeypatch):
+    monkeypatch.setattr(dispatch, "mkl_is_faster", lambda: True)
+    dispatch._choose.cache_clear()
     assert "cpu: chosen" in tw.explain(tw.matmul, torch.ones(2, 3), torch.ones(3, 2), split_k=2)
     assert "cpu: left to torch" in tw.explain(tw.matmul, torch.ones(2, 3), torch.ones(3, 2))
+    monkeypatch.setattr(dispatch, "mkl_is_faster", lambda: False)
+    dispatch._choose.cache_clear()
+    assert "cpu: chosen" in tw.explain(tw.matmul, torch.ones(2, 3), torch.ones(3, 2))
+    dispatch._choose.cache_clear()

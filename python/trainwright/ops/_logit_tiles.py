@@ -72,10 +72,15 @@ def _torch_add(c: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def products_for(hidden: Tensor, backend: str) -> Products:
-    """Torch's, but for 16-bit inputs on a CPU that does not multiply them in hardware: there tiles are fp32, and our
-    own product widens the inputs as it packs them, so that no copy of hidden or weight is kept."""
-    hardware = hidden.dtype == torch.bfloat16 and dispatch.native_bf16()
-    if hidden.device.type != "cpu" or hidden.dtype == acc_dtype(hidden.dtype) or hardware:
+    """Torch's, but on a CPU where ours are faster: for fp32 one that MKL was not made for, for 16-bit inputs one that
+    does not multiply them in hardware. There tiles are fp32, and our own product widens the inputs as it packs
+    them, so that no copy of hidden or weight is kept."""
+    torchs = hidden.device.type != "cpu" or hidden.dtype == torch.float64
+    if hidden.dtype == torch.float32:
+        torchs = torchs or backend != "cpu" or dispatch.mkl_is_faster()
+    elif hidden.dtype == torch.bfloat16:
+        torchs = torchs or dispatch.native_bf16()
+    if torchs:
         return Products(hidden.dtype, _torch_out, _torch_add)
     if backend == "cpu":
         return Products(torch.float32, gemm.gemm_out_, gemm.gemm_add_)
@@ -198,6 +203,7 @@ def forward_backward(
     check_targets(target, V, ignore_index, "linear_cross_entropy")
     h, t, index = _kept(hidden, target, ignore_index)
     rows, acc = _rows_per_tile(len(h), V), acc_dtype(hidden.dtype)
+    products = products_for(hidden, backend)
     one = h.new_ones((), dtype=acc)
     if not walks_rows(hidden, len(h), V):
         inputs = (hidden, weight, bias, target, class_weight)
@@ -213,7 +219,7 @@ def forward_backward(
     for first in range(0, len(h), rows):
         hr, tr = h[first : first + rows], t[first : first + rows]
         g = buffer[: len(hr) * V].view(len(hr), V)
-        _torch_out(g, hr, weight.t(), bias)
+        products.out_(g, hr, weight.t(), bias)
         sr = state[: len(hr)]
         TILE_STATE_OPS[backend](
             sr, g, tr, class_weight, 0, V, ignore_index, label_smoothing, softcap
@@ -224,12 +230,12 @@ def forward_backward(
         loss += part
         TILE_GRAD_OPS[backend](g, one, g, tr, class_weight, lse, scale, 0, V, *options)
         if needs[0]:
-            torch.mm(g, weight, out=dh[first : first + rows])
+            products.out_(dh[first : first + rows], g, weight, None)
         if needs[1]:
             if first:
-                dw.addmm_(g.t(), hr)
+                products.add_(dw, g.t(), hr)
             else:
-                torch.mm(g.t(), hr, out=dw)
+                products.out_(dw, g.t(), hr, None)
         if needs[2]:
             db += g.sum(0)
     return loss.to(acc), _spread(dh, index, N) if needs[0] else dh, dw, db

@@ -110,7 +110,7 @@ def _autocast(x: Tensor, other: Tensor | None) -> Tensor | None:
 _PLAIN = (("fused", 0),)
 _YIELDS = (
     Yield("cpu", torch.bfloat16, "this CPU multiplies bf16 in hardware, and torch uses it", native_bf16=True),
-    Yield("cpu", torch.float32, "MKL is faster in fp32 without activation and residual", _PLAIN),
+    Yield("cpu", torch.float32, "MKL is faster in fp32 without activation and residual", _PLAIN, mkl=True),
     Yield("cpu", torch.float64, "MKL is faster in fp64 without activation and residual", _PLAIN),
 )  # fmt: skip
 _CUDA_YIELDS = tuple(
@@ -145,7 +145,8 @@ def linear(
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: (..., N) in the dtype of x, added after the activation.
         backend: None, "cpu", "triton" or "torch". None leaves to torch what its libraries multiply faster (fp32
-            without activation and residual; bf16 on a CPU with bf16 instructions); `tw.explain` says so.
+            without activation and residual on an Intel CPU; bf16 where the CPU has bf16 instructions); `tw.explain` says
+            so.
 
     Returns:
         (..., N) in the dtype of x.

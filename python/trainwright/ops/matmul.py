@@ -127,7 +127,7 @@ def _of_shape(gradient: Any, x: Tensor, batch: tuple[int, ...]) -> Tensor:
 _PLAIN = (("special", 0),)
 _YIELDS = (
     Yield("cpu", torch.bfloat16, "this CPU multiplies bf16 in hardware, and torch uses it", _PLAIN, native_bf16=True),
-    Yield("cpu", torch.float32, "MKL is faster in fp32", _PLAIN),
+    Yield("cpu", torch.float32, "MKL is faster in fp32", _PLAIN, mkl=True),
     Yield("cpu", torch.float64, "MKL is faster in fp64", _PLAIN),
 )  # fmt: skip
 _CUDA_YIELDS = tuple(
