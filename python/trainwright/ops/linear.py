@@ -144,9 +144,8 @@ def linear(
         bias: (N,) in the dtype of x, or None.
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: (..., N) in the dtype of x, added after the activation.
-        backend: None, "cpu", "triton" or "torch". None leaves to torch what its libraries multiply faster (fp32
-            without activation and residual on an Intel CPU; bf16 where the CPU has bf16 instructions); `tw.explain` says
-            so.
+        backend: None, "cpu", "triton" or "torch". None leaves to torch what its libraries multiply faster (on an
+            Intel CPU fp32 without activation and residual; bf16 where the CPU has bf16 instructions): `tw.explain`.
 
     Returns:
         (..., N) in the dtype of x.
