@@ -178,6 +178,34 @@ def vgpu_close(kind: str, got: Any, want: Any, magnitude: Any = None) -> bool:
     return bool(((got == want) | ((got - want).abs() <= relative * size + absolute)).all())
 
 
+def check_mean_error(
+    op: Callable[..., Any], reference: Callable[..., Any], draws: list[Inputs], options: dict[str, Any], *, backend: str
+) -> None:  # fmt: skip
+    """The rule for the root mean square of all errors over many draws of the inputs, where the largest error of one
+    draw is a matter of luck: each output and gradient within FACTOR of plain torch's."""
+    squares: dict[str, list[float]] = {}
+    for inputs in draws:
+        high = cast(inputs, torch.float64)
+        _, _, upstream = run(reference, high, options)
+        upstream = [u.float().double() for u in upstream]
+        exact, plain, ours = (
+            run(function, tensors, choice, (), upstream)
+            for function, tensors, choice in (
+                (reference, high, options),
+                (reference, inputs, options),
+                (op, inputs, {**options, "backend": backend}),
+            )
+        )
+        named = [(f"output {i}", e, plain[0][i], ours[0][i]) for i, e in enumerate(exact[0])]
+        named += [(f"gradient of {n}", e, plain[1][n], ours[1][n]) for n, e in exact[1].items()]
+        for name, e, p, o in named:
+            sums = squares.setdefault(name, [0.0, 0.0])
+            for i, x in enumerate((o, p)):
+                sums[i] += (x.double() - e.double()).square().sum().item()
+    for name, (o, p) in squares.items():
+        assert o <= FACTOR**2 * p, f"{name}: {(o / p) ** 0.5:.2f} times plain torch's mean error"
+
+
 def same_bits(a: Tensor, b: Tensor | None) -> bool:
     """Equal shapes, dtypes and bit patterns (so NaN equals the same NaN)."""
     if b is None or a.shape != b.shape or a.dtype != b.dtype:

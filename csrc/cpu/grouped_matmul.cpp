@@ -74,7 +74,7 @@ void grouped_in(const GroupedMatmulArgs& g) {
 
 void grouped_matmul(const GroupedMatmulArgs& g) {
   const int64_t used = g.E ? g.offsets[g.E - 1] : 0, row = g.C * dtype_bytes(g.out_dtype);
-  if (!g.wgrad && used < g.N)
+  if (!g.wgrad && used < g.N && row)  // the address of nothing may be null
     memset(static_cast<char*>(g.out) + used * row, 0, static_cast<size_t>((g.N - used) * row));
   if (!g.E) return;
   if (g.out_dtype == DType::f64)
