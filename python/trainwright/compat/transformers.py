@@ -25,6 +25,11 @@ from trainwright.ops.flash_attention import flash_attention
 from trainwright.ops.flash_attention_varlen import flash_attention_varlen
 from trainwright.ops.scaled_dot_product_attention import mask_as_bias
 
+try:  # here, because the compiler of torch 2.11 cannot follow this import inside a function
+    from transformers import masking_utils
+except ImportError:  # `register` raises it again
+    masking_utils = None
+
 __all__ = ["NAME", "attention_forward", "attention_mask", "register"]
 
 NAME = "trainwright"
@@ -36,9 +41,12 @@ def register(name: str = NAME) -> None:
     Raises:
         ImportError: Transformers is not installed, or its interface of masks is another one.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    if (
+        masking_utils is None
+        or "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters
+    ):
         raise ImportError("trainwright.compat.transformers needs Transformers 5.10 or later")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -51,8 +59,6 @@ def attention_mask(
 ) -> Tensor | None:  # fmt: skip
     """What `attention_forward` needs to know of a pattern: None (causal, or everything), a (B, Tk) mask of padding, or
     the (B, 1, Tq, Tk) mask."""
-    from transformers import masking_utils
-
     if local_size is None:
         causal = allow_is_causal_skip and mask_function is masking_utils.causal_mask_function
         everything = mask_function is masking_utils.bidirectional_mask_function
