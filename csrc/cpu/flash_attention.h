@@ -64,6 +64,7 @@ struct FlashAttentionArgs {
 
 constexpr int64_t kAttentionRows = 64;     // queries of a block of the backward pass
 constexpr int64_t kAttentionKeys = 128;    // keys of a block of the backward pass, at most
+constexpr int64_t kAttentionSumKeys = 64;  // keys that one partial sum of dQ runs over
 constexpr int64_t kForwardKeys = 128;      // keys of a block of the forward pass
 constexpr int64_t kForwardRows = 128;      // queries of a task of the forward pass, at most
 constexpr int64_t kForwardLeastRows = 32;  // at least: a panel of AVX-512
@@ -132,7 +133,7 @@ TW_HD int64_t forward_task_rows(const FlashAttentionArgs& a) {
 // short call of few heads more than one task. Not by the threads: sums that run over blocks have the
 // same bits for any number of them.
 TW_HD int64_t backward_task_keys(const FlashAttentionArgs& a) {
-  return a.G * count_blocks(a, kAttentionKeys, true) < 8 ? kAttentionKeys / 2 : kAttentionKeys;
+  return a.G * count_blocks(a, kAttentionKeys, true) < 8 ? kAttentionSumKeys : kAttentionKeys;
 }
 
 TW_END

@@ -316,9 +316,12 @@ struct BackwardTask : KeyBlock<A, TERMS> {
       for_row_tiles(ra, rb, [&](int64_t m, int count) {
         const int64_t n0 = max_of(band.begin(x.i0 + m) - j0, 0);
         const int64_t n1 = min_of(band.end(x.i0 + m + count - 1) - j0, keys);
-        if (n0 < n1)
-          add_product<A, false>(count, n1 - n0, t.ds + m * BN + n0, BN, t.k + n0 * Dp, Dp,
+        for (int64_t n = n0; n < n1;) {  // in steps that do not depend on the size of the task
+          const int64_t end = min_of((n / kAttentionSumKeys + 1) * kAttentionSumKeys, n1);
+          add_product<A, false>(count, end - n, t.ds + m * BN + n, BN, t.k + n * Dp, Dp,
                                 dq + m * q_ld, q_ld, Dp);
+          n = end;
+        }
       });
     if (j0 + a.task_keys >= band.end(x.i0 + x.rows - 1)) {
       multiply(dq, x.rows * q_ld, static_cast<A>(a.scale));

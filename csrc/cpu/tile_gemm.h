@@ -32,27 +32,16 @@ TW_HD vec<A> max_number(vec<A> x, vec<A> m) {
   return x > m ? x : m;
 }
 
-enum class Start { zero, add, scale };  // C = AB, C + AB, C * factor + AB
+// C = AB, C + AB, C * factor + AB. AB is summed apart and added once: a sum over many tiles is one of
+// sums, whose error grows with the length of a tile and the number of tiles, not with their product.
+enum class Start { zero, add, scale };
 
 // top: if not null, two registers that become the maximum of themselves and the rows of C.
 template<class A, bool TRANSPOSED, Start START, int ROWS>
 void tile_rows(int64_t K, const A* a, int64_t lda, const A* b, int64_t ldb, A* c, int64_t ldc,
                const A* factor, A* top) {
   constexpr int L = lanes<A>;
-  vec<A> acc[ROWS][2];
-#pragma GCC unroll 16
-  for (int m = 0; m < ROWS; ++m) {
-    if constexpr (START == Start::zero) {
-      acc[m][0] = acc[m][1] = vec<A>{};
-    } else {
-      acc[m][0] = vload<A>(c + m * ldc);
-      acc[m][1] = vload<A>(c + m * ldc + L);
-      if constexpr (START == Start::scale) {
-        acc[m][0] *= vload<A>(factor);
-        acc[m][1] *= vload<A>(factor + L);
-      }
-    }
-  }
+  vec<A> acc[ROWS][2] = {};
   for (int64_t k = 0; k < K; ++k) {
     const vec<A> b0 = vload<A>(b + k * ldb), b1 = vload<A>(b + k * ldb + L);
 #pragma GCC unroll 16
@@ -63,10 +52,14 @@ void tile_rows(int64_t K, const A* a, int64_t lda, const A* b, int64_t ldb, A* c
     }
   }
 #pragma GCC unroll 16
-  for (int m = 0; m < ROWS; ++m) {
-    vstore<A>(c + m * ldc, acc[m][0]);
-    vstore<A>(c + m * ldc + L, acc[m][1]);
-  }
+  for (int m = 0; m < ROWS; ++m)
+    for (int i = 0; i < 2; ++i) {
+      A* to = c + m * ldc + i * L;
+      vec<A> sum = acc[m][i];
+      if constexpr (START == Start::add) sum += vload<A>(to);
+      if constexpr (START == Start::scale) sum += vload<A>(to) * vload<A>(factor + i * L);
+      vstore<A>(to, sum);
+    }
   if constexpr (START == Start::zero && !TRANSPOSED)
     if (top) {
       vec<A> most[2] = {vload<A>(top), vload<A>(top + L)};

@@ -60,6 +60,12 @@ def test_gradients_next_to_large_scores():
     check_mean_error(with_lse, reference, draws, {"causal": True}, backend="cpu")
 
 
+def test_gradients_that_sum_over_thousands_of_queries():
+    """dk and dv of one key: 8 heads of 512 queries. Sums of sums, as torch's."""
+    draws = [qkv(1, 512, 40, 8, 1, 32, 32) for _ in range(4)]
+    check_mean_error(with_lse, reference, draws, {}, backend="cpu")
+
+
 def test_a_row_of_finfo_min_has_the_gradients_of_a_uniform_softmax():
     inputs = qkv(1, 3, 5, 1, 1, 8, 8)
     bias = torch.zeros(3, 5)

@@ -191,14 +191,6 @@ VARIANTS = {
 }  # fmt: skip
 
 
-# Known fault of the CPU kernels: dk and dv of a group of heads are one fp32 sum over all of its queries, here 1024,
-# with up to four times the error of torch's shorter sums, where the rule allows two. It goes with the repair.
-LONG_SUMS = pytest.mark.xfail(
-    reason="fp32 dk in one long sum: 3.8 times torch's error, allowed is 2"
-)
-FAULTS = {"32-dropout-512x256-gqa-cpu": LONG_SUMS}
-
-
 def sweep():
     """Each head dim once per variant, lengths and heads cycling; one in seven of them without the slow mark."""
     n = 0
@@ -209,8 +201,7 @@ def sweep():
             used = [o for o in ("softcap", "dropout_p") if o in options]
             for backend in backends_taking(*used, among=[b for b in COMPILED if b != "torch"]):
                 name = f"{D}-{variant}-{lengths[0]}x{lengths[1]}-{heads}-{backend}"
-                often = (pytest.mark.slow,) if backend == "vgpu" else slow
-                marks = (*often, FAULTS[name]) if name in FAULTS else often
+                marks = (pytest.mark.slow,) if backend == "vgpu" else slow
                 shape = (1, *lengths, *HEADS[heads], D, D)
                 yield pytest.param(shape, options, backend, id=name, marks=marks)
             n += 1
