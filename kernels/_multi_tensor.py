@@ -25,13 +25,25 @@ def number_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tor
 
 
 @functools.lru_cache(maxsize=256)
-def block_table(lengths: tuple[int, ...], block: int, device: torch.device) -> torch.Tensor:
-    """(blocks, 2) int64 on `device`: the row and the first element of each block of `block` elements."""
-    counts = torch.tensor([-(-n // block) for n in lengths], dtype=torch.int64)
+def chunk_table(
+    lengths: tuple[int, ...], chunks: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    """(programs, 3) int64 on `device`: the row, the first element and the end of each chunk. chunks: elements of a
+    chunk, by row; the last of a row may have fewer."""
+    length, chunk = torch.tensor(lengths, dtype=torch.int64), torch.tensor(chunks)
+    counts = (length + chunk - 1) // chunk
     row = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     first = torch.cumsum(counts, 0) - counts
-    begin = (torch.arange(len(row)) - first[row]) * block
-    return torch.stack([row, begin], 1).contiguous().to(device, non_blocking=True)
+    begin = (torch.arange(len(row)) - first[row]) * chunk[row]
+    end = torch.minimum(begin + chunk[row], length[row])
+    return torch.stack([row, begin, end], 1).contiguous().to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=256)
+def block_table(lengths: tuple[int, ...], block: int, device: torch.device) -> torch.Tensor:
+    """(blocks, 2) int64 on `device`: the row and the first element of each block of `block` elements."""
+    table = chunk_table(lengths, (block,) * len(lengths), torch.device("cpu"))
+    return table[:, :2].contiguous().to(device, non_blocking=True)
 
 
 def same_order(tensors, row_major):

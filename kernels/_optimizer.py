@@ -5,14 +5,16 @@ of tensors and parameter groups, as long as these are stored in the same formats
 whose addresses or sizes are odd, add a launch each. `_prepare_kernel` raises the step counts and computes the scalars
 of each tensor in fp64, once instead of in every program. A program of `_step_kernel` walks through a chunk of one
 tensor in tiles of 1024 elements, 4 for each thread: then the accesses of a warp are dense in every format, without
-exchanges between threads. Multiplier, skip flag, step counts and hyper-parameters are read on the device.
+exchanges between threads. The scales of int8 states are read and written for the whole chunk at once. Multiplier, skip
+flag, step counts and hyper-parameters are read on the device.
 
 An op gives ``scalars(h, t)``, the numbers that its formula takes, from a row of hyper-parameters and the step, and
 ``formula(p, g, s0, s1, s2, k, SLOTS)``, the new parameter and states. s0, s1 and s2 are the op's states in its order;
 the bits of SLOTS say which exist. k holds the scalars. Everything is compiled without fused multiply-adds.
 
-Bytes per parameter: what the formats say (28 for AdamW in fp32; 10.1 with int8 states and bf16 otherwise), and 0.03 of
-tables. Bound: memory bandwidth. Counted on the virtual GPU; not yet timed on a GPU.
+Bytes per parameter: what the formats say (28 for AdamW in fp32; 10.1 with int8 states and bf16 otherwise), and of the
+tables 0.01, with int8 states 0.02 (a large tensor's share). Bound: memory bandwidth. Counted on the virtual GPU; not
+yet timed on a GPU.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from trainwright.kernels._multi_tensor import TL_DTYPES, block_table, number_table, same_order
+from trainwright.kernels._multi_tensor import TL_DTYPES, chunk_table, number_table, same_order
 from trainwright.kernels._state_format import (
     bf16_state,
     block8_encode,
@@ -37,8 +39,10 @@ from trainwright.ops._optimizer import unpack_spec
 
 WARPS = 8
 TILE = 4 * 32 * WARPS
-CHUNK = 32 * TILE  # then less than 1 % of what a program moves is its rows of the tables
 PROGRAMS = 2048  # fill any GPU more than once; with fewer, chunks are smaller
+# The most that a program works through: then its rows of the tables are next to nothing beside it.
+CHUNK = 256 * TILE
+SCALED_CHUNK = 64 * TILE  # of a program with int8 states, of which a thread holds one scale
 TENSORS = 128  # of a program of _prepare_kernel
 # How it is launched: a program rounds every operation by itself.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
@@ -113,15 +117,33 @@ def _state(
 
 
 @triton.jit
+def _load_scales(state, block, mask, SLOT: tl.constexpr, SLOTS: tl.constexpr, STATE: tl.constexpr):
+    """The scales of a chunk, (blocks of a tile, tiles): what a tile needs by itself is less than a sector."""
+    if STATE == INT8 and (SLOTS >> SLOT) & 1:
+        return tl.load(state[1] + block, mask=mask, other=0.0)
+    else:
+        return tl.zeros(block.shape, tl.float32)
+
+
+@triton.jit
+def _store_scales(
+    scales, state, block, mask, SLOT: tl.constexpr, SLOTS: tl.constexpr, STATE: tl.constexpr
+):
+    if STATE == INT8 and (SLOTS >> SLOT) & 1:
+        tl.store(state[1] + block, scales, mask=mask)
+
+
+@triton.jit
 def _load_state(
-    state, i, mask, block, block_mask, SLOT: tl.constexpr, SLOTS: tl.constexpr, STATE: tl.constexpr,
+    state, scales, i, mask, here, SLOT: tl.constexpr, SLOTS: tl.constexpr, STATE: tl.constexpr,
     SIGNED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    """here: which column of the chunk's scales is the tile's."""
     if not (SLOTS >> SLOT) & 1:
         return tl.zeros(i.shape, ACC)
     elif STATE == INT8:
         code = tl.load(state[0] + i, mask=mask, other=0)
-        scale = tl.load(state[1] + block, mask=block_mask, other=0.0)
+        scale = tl.sum(tl.where(here, scales, 0.0), axis=1)
         return block8_value(code, scale, (SIGNED >> SLOT) & 1)
     else:
         return tl.load(state[0] + i, mask=mask, other=0.0).to(ACC)
@@ -129,24 +151,24 @@ def _load_state(
 
 @triton.jit
 def _store_state(
-    x, state, i, mask, block, block_mask, words, SLOT: tl.constexpr, SLOTS: tl.constexpr, STATE: tl.constexpr,
+    x, state, scales, i, mask, here, words, SLOT: tl.constexpr, SLOTS: tl.constexpr, STATE: tl.constexpr,
     SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Stores x and returns what it will be read as."""
+    """Stores x. Returns what it will be read as, and the chunk's scales with those of the tile."""
     if not (SLOTS >> SLOT) & 1:
-        return x
+        return x, scales
     elif STATE == INT8:
         code, scale = block8_encode(tl.where(mask, x, 0.0), words, (SIGNED >> SLOT) & 1, STOCHASTIC)
         tl.store(state[0] + i, code, mask=mask)
-        tl.store(state[1] + block, scale, mask=block_mask)
-        return block8_value(code, scale, (SIGNED >> SLOT) & 1)
+        scales = tl.where(here, scale[:, None], scales)
+        return block8_value(code, scale, (SIGNED >> SLOT) & 1), scales
     elif STATE == BF16:
         stored = bf16_state(x, words, (SIGNED >> SLOT) & 1, STOCHASTIC)
         tl.store(state[0] + i, stored, mask=mask)
-        return stored.to(tl.float32)
+        return stored.to(tl.float32), scales
     else:
         tl.store(state[0] + i, x, mask=mask)
-        return x
+        return x, scales
 
 
 @triton.jit
@@ -186,17 +208,18 @@ def _square(x, mask):
     return wide * wide
 
 
-@triton.jit(do_not_specialize=["seed", "chunk"])
+@triton.jit(do_not_specialize=["seed"])
 def _step_kernel(
-    table_ptr, blocks_ptr, k_ptr, control_ptr, lost_ptr, norms_ptr, seed, chunk, formula: tl.constexpr,
+    table_ptr, chunks_ptr, k_ptr, control_ptr, lost_ptr, norms_ptr, seed, formula: tl.constexpr,
     direction: tl.constexpr, PASS: tl.constexpr, P: tl.constexpr, G: tl.constexpr, ACC: tl.constexpr,
     MASTER: tl.constexpr, STATE: tl.constexpr, SLOTS: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, SCALED_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a tensor. norms_ptr: a pair for each program, the squares of the parameter and of ``direction``."""
     program = tl.program_id(0).to(tl.int64)
-    row = table_ptr + _WIDTH * tl.load(blocks_ptr + 2 * program)
-    begin = tl.multiple_of(tl.load(blocks_ptr + 2 * program + 1), TILE)
+    chunk = chunks_ptr + 3 * program
+    row = table_ptr + _WIDTH * tl.load(chunk)
+    begin, end = tl.multiple_of(tl.load(chunk + 1), TILE), tl.load(chunk + 2)
     n = tl.load(row + _N)
     if control_ptr is not None:
         n = tl.where(tl.load(control_ptr + 1) == 0.0, n, 0)  # a skipped step has no elements
@@ -218,23 +241,28 @@ def _step_kernel(
     state2 = _state(row, 2, STATE, SIGNED, ACC, ALIGNED)
 
     BLOCKS: tl.constexpr = TILE // BLOCK
-    block_of_tile = tl.arange(0, BLOCKS)
-    in_tile = block_of_tile[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    in_tile = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    end = tl.minimum(end, n)
+    tile = tl.arange(0, SCALED_CHUNK // TILE)[None, :]
+    block = begin // BLOCK + tile * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    block_mask = block * BLOCK < end
+    scales0 = _load_scales(state0, block, block_mask, 0, SLOTS, STATE)
+    scales1 = _load_scales(state1, block, block_mask, 1, SLOTS, STATE)
+    scales2 = _load_scales(state2, block, block_mask, 2, SLOTS, STATE)
     moved = tl.zeros((BLOCKS, BLOCK), tl.int32)
     gone = tl.zeros((BLOCKS, BLOCK), tl.int32)
     p_squares = tl.zeros((BLOCKS, BLOCK), tl.float64)
     u_squares = tl.zeros((BLOCKS, BLOCK), tl.float64)
-    for start in range(begin, tl.minimum(begin + chunk, n), TILE):
+    for start in range(begin, end, TILE):
         start = tl.multiple_of(start, TILE)
         i = start + in_tile
         mask = i < n
-        block = start // BLOCK + block_of_tile
-        block_mask = block * BLOCK < n
+        here = tile == (start - begin) // TILE
 
         old = _load_parameter(p_ptr, master_ptr, i, mask, MASTER, ACC)
-        s0 = _load_state(state0, i, mask, block, block_mask, 0, SLOTS, STATE, SIGNED, ACC)
-        s1 = _load_state(state1, i, mask, block, block_mask, 1, SLOTS, STATE, SIGNED, ACC)
-        s2 = _load_state(state2, i, mask, block, block_mask, 2, SLOTS, STATE, SIGNED, ACC)
+        s0 = _load_state(state0, scales0, i, mask, here, 0, SLOTS, STATE, SIGNED, ACC)
+        s1 = _load_state(state1, scales1, i, mask, here, 1, SLOTS, STATE, SIGNED, ACC)
+        s2 = _load_state(state2, scales2, i, mask, here, 2, SLOTS, STATE, SIGNED, ACC)
         g = tl.zeros((BLOCKS, BLOCK), ACC)
         if PASS != PARAMETER:
             g = tl.load(g_ptr + i, mask=mask, other=0.0).to(ACC) * multiplier
@@ -245,16 +273,14 @@ def _step_kernel(
             QUADS: tl.constexpr = ALIGNED or STATE == INT8  # then offset is a multiple of 256
             words = stochastic_words(seed, offset + start, step, BLOCKS, BLOCK, QUADS)
         if PASS != PARAMETER:
-            if STATE == INT8:
-                tl.debug_barrier()  # every thread has read its block's scale
-            s0 = _store_state(
-                s0, state0, i, mask, block, block_mask, words, 0, SLOTS, STATE, SIGNED, STOCHASTIC
+            s0, scales0 = _store_state(
+                s0, state0, scales0, i, mask, here, words, 0, SLOTS, STATE, SIGNED, STOCHASTIC
             )
-            s1 = _store_state(
-                s1, state1, i, mask, block, block_mask, words, 1, SLOTS, STATE, SIGNED, STOCHASTIC
+            s1, scales1 = _store_state(
+                s1, state1, scales1, i, mask, here, words, 1, SLOTS, STATE, SIGNED, STOCHASTIC
             )
-            s2 = _store_state(
-                s2, state2, i, mask, block, block_mask, words, 2, SLOTS, STATE, SIGNED, STOCHASTIC
+            s2, scales2 = _store_state(
+                s2, state2, scales2, i, mask, here, words, 2, SLOTS, STATE, SIGNED, STOCHASTIC
             )
         if PASS == STATES:
             u = direction(old, s0, s1, k)
@@ -266,6 +292,11 @@ def _step_kernel(
                 moves = mask & (new != old)
                 moved += moves.to(tl.int32)
                 gone += (moves & (kept == old)).to(tl.int32)
+    if PASS != PARAMETER and STATE == INT8:
+        tl.debug_barrier()  # every thread has read its scales
+        _store_scales(scales0, state0, block, block_mask, 0, SLOTS, STATE)
+        _store_scales(scales1, state1, block, block_mask, 1, SLOTS, STATE)
+        _store_scales(scales2, state2, block, block_mask, 2, SLOTS, STATE)
     if PASS == STATES:
         tl.store(norms_ptr + 2 * program, tl.sum(p_squares))
         tl.store(norms_ptr + 2 * program + 1, tl.sum(u_squares))
@@ -345,14 +376,10 @@ def prepare(op, scalars, steps, specs, hyper, control):
     return k
 
 
-def chunk_of(rows):
-    """Elements of a program: fewer if there would be few programs."""
-    total = sum(r[0] for r in rows)
-    return min(CHUNK, max(1, total // (TILE * PROGRAMS)) * TILE)
-
-
-def blocks_of(rows, chunk, device):
-    return block_table(tuple(r[0] for r in rows), chunk, device)
+def chunk_of(n, form):
+    """Elements of a program, of n to be divided: fewer if there would be few programs."""
+    most = SCALED_CHUNK if form.state == formats.INT8_STATE else CHUNK
+    return min(most, max(1, n // (TILE * PROGRAMS)) * TILE)
 
 
 def constants(op, form):
@@ -361,15 +388,17 @@ def constants(op, form):
         "STATE": form.state, "SLOTS": form.slots, "SIGNED": sum(s.signed << i for i, s in enumerate(op.states)),
         "STOCHASTIC": form.stochastic, "ALIGNED": form.aligned,
         "TILE": TILE if form.aligned else TILE // 2,  # more registers for addresses
+        "SCALED_CHUNK": SCALED_CHUNK,
     }  # fmt: skip
 
 
 def launch(
-    op, form, rows, chunk, k, control, lost, seed, formula, *, direction=None, norms=None, do=WHOLE
+    op, form, rows, chunks, k, control, lost, seed, formula, *, direction=None, norms=None, do=WHOLE
 ):
-    blocks = blocks_of(rows, chunk, k.device)
-    _step_kernel[(len(blocks),)](
-        number_table(tuple(rows), k.device), blocks, k, control, lost, norms, seed, chunk,
+    """chunks: for each row, how many elements a program takes."""
+    table = chunk_table(tuple(r[0] for r in rows), tuple(chunks), k.device)
+    _step_kernel[(len(table),)](
+        number_table(tuple(rows), k.device), table, k, control, lost, norms, seed,
         formula=formula, direction=direction, PASS=do, **constants(op, form), **OPTIONS,
     )  # fmt: skip
 
@@ -382,7 +411,8 @@ def step(
     k = prepare(op, scalars, steps, specs, hyper, control)
     work = collect(op, params, grads, masters, states, specs, offsets)
     for form, rows in work.rows.items():
-        launch(op, form, rows, chunk_of(rows), k, control, lost, seed, formula)
+        chunk = chunk_of(sum(row[0] for row in rows), form)
+        launch(op, form, rows, [chunk] * len(rows), k, control, lost, seed, formula)
     work.write_back()
 
 
@@ -390,12 +420,12 @@ def aot(op, scalars, formula, forms, *, do=WHOLE, lost=False, direction=None):
     """Configurations to compile ahead of time: of `_prepare_kernel`, and of `_step_kernel` in some formats."""
     options = {"enable_fp_fusion": False}
     table, numbers = (
-        {"table_ptr": "*i64", "blocks_ptr": "*i64"},
+        {"table_ptr": "*i64", "chunks_ptr": "*i64"},
         {"k_ptr": "*fp64", "control_ptr": "*fp64"},
     )
     prepare_types = {"steps_ptr": "*i64", "hyper_ptr": "*fp64", **numbers, "count": "i32"}
     prepare_constants = {"scalars": scalars, "HYPER": len(op.hyper), "TENSORS": TENSORS}
-    types = {**table, **numbers, "seed": "i64", "chunk": "i32"}
+    types = {**table, **numbers, "seed": "i64"}
     given = {"lost_ptr": None, "norms_ptr": None}
     for name, here in (("lost_ptr", lost), ("norms_ptr", direction is not None)):
         if here:

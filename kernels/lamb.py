@@ -3,8 +3,8 @@
 Two passes of the driver: the first stores the states and, for each chunk, the squares of the parameter and of the
 update's direction in fp64; between them one program for each tensor adds those up, in a fixed order, and writes the
 tensor's learning rate; the second pass computes the direction again from the states as they are stored.
-Bytes per parameter in fp32: 16 + 8 in the first pass, 12 + 4 in the second: 40. Bound: memory bandwidth. Not yet timed
-on a GPU; compiled for sm_80, sm_90 and sm_100 without spills.
+Bytes per parameter in fp32: 16 + 8 in the first pass, 12 + 4 in the second: 40 (counted: 40.01). Bound: memory
+bandwidth. Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from trainwright.ops._optimizer import unpack_spec
 from trainwright.ops.lamb import OP
 
 PARTIALS = 1024  # added by a program at a time
+CHUNK = 32 * driver.TILE  # a program's at least: a tensor's sums are few
 
 
 @triton.jit
@@ -78,21 +79,22 @@ def lamb_(
     work = driver.collect(OP, params, grads, masters, states, specs, offsets)
     rate = k.shape[1] - 1
     for form, rows in work.rows.items():
-        chunk = driver.CHUNK  # always, so that a norm does not depend on the other tensors
-        counts = [triton.cdiv(row[0], chunk) for row in rows]
+        # By its own size alone, so that a norm does not depend on the other tensors.
+        chunks = [max(CHUNK, driver.chunk_of(row[0], form)) for row in rows]
+        counts = [triton.cdiv(row[0], chunk) for row, chunk in zip(rows, chunks)]
         norms = torch.empty((sum(counts), 2), dtype=torch.float64, device=k.device)
         ends = itertools.accumulate(counts)
         spans = [
             (end - n, n, row[2] * k.shape[1] + rate) for end, n, row in zip(ends, counts, rows)
         ]
         driver.launch(
-            OP, form, rows, chunk, k, control, None, seed, _moments,
+            OP, form, rows, chunks, k, control, None, seed, _moments,
             direction=_direction, norms=norms, do=driver.STATES,
         )  # fmt: skip
         _rate_kernel[(len(rows),)](
             norms, number_table(tuple(spans), k.device), k, PARTIALS=PARTIALS, **driver.OPTIONS
         )
-        driver.launch(OP, form, rows, chunk, k, control, lost, seed, _apply, do=driver.PARAMETER)
+        driver.launch(OP, form, rows, chunks, k, control, lost, seed, _apply, do=driver.PARAMETER)
     work.write_back()
 
 

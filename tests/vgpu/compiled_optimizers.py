@@ -12,7 +12,7 @@ from optim.op_cases import Format, make
 from trainwright import vgpu
 
 ARCH = os.environ.get("VGPU_ARCH", "sm_90a")
-N = 4 * 32768  # chunks of programs that do as much as those of a large tensor
+N = 1 << 18  # chunks of programs that do as much as those of a large tensor
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -58,6 +58,8 @@ BOUNDS = [
     ("adamw", Format(BF16, BF16, "split16"), 0, 26),
     ("adamw", Format(BF16, BF16, "split16", "bf16", True), 0, 18),
     ("adamw", Format(BF16, BF16, "none", "bf16", True), 0, 14),
+    ("adamw", Format(BF16, BF16, "none", "int8", True), 0, 10 + 4 * 4 / 256),
+    ("adamw", Format(F32, F32, "none", "int8"), 0, 16 + 4 * 4 / 256),
     ("lion", Format(F32, F32), 0, 20),
     ("sgd", Format(F32, F32), 1, 20),
     ("sgd", Format(F32, F32), 0, 12),
@@ -73,25 +75,10 @@ def test_bytes_are_those_of_the_formats_in_whole_sectors(
     kernels = counters(large(name, form, flags), monkeypatch, check=False)
     total = sum(k.global_bytes for k in kernels)
     sectors = sum(k.global_sectors for k in kernels)
-    assert total / N <= 1.01 * bound, f"{total / N:.3f} bytes, bound {bound}"
+    print(f"{name} {form}: {total / N:.4f} B of {bound}, sectors {total / (32 * sectors):.4f}")
+    assert total / N <= bound + 0.025, f"{total / N:.4f} bytes, bound {bound}"
     assert total / (32 * sectors) >= 0.99, f"{total / (32 * sectors):.4f}"
     assert sum(k.local_bytes for k in kernels) == 0
-
-
-@pytest.mark.parametrize(
-    ("form", "bound"),
-    [
-        (Format(BF16, BF16, "none", "int8", True), 10 + 4 * 4 / 256),
-        (Format(F32, F32, "none", "int8"), 16 + 4 * 4 / 256),
-    ],
-    ids=str,
-)
-def test_bytes_with_int8_states(form, bound, monkeypatch, full_chunks):
-    """Every warp reads the scale of its block, a sector, once more than DRAM does."""
-    k = counters(large("adamw", form), monkeypatch, check=False)["_step_kernel"]
-    assert k.global_bytes / N <= 1.01 * bound and k.local_bytes == 0
-    assert k.footprint_bytes / N <= 1.001 * bound
-    assert k.sector_efficiency >= 0.94
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
