@@ -219,15 +219,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     )
         super().add_param_group(param_group)
         for i, p in enumerate(self.param_groups[-1]["params"]):
-            problem = (
-                f"dtype {p.dtype}"
-                if p.dtype not in FLOAT_DTYPES
-                else f"layout {p.layout}"
-                if p.layout is not torch.strided
-                else "an expanded tensor"
-                if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride()))
-                else None
-            )
+            problem = self._problem(p)
             if problem:
                 self.param_groups.pop()
                 raise type_error(
@@ -237,6 +229,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.param_groups.pop()
                 expected = "'fp32' or 'none' for fp16 parameters (bf16 is the high half of fp32)"
                 raise value_error(op, "master_weights", expected, "'split16'")
+
+    def _problem(self, p: Tensor) -> str | None:
+        """What about a parameter the kernels cannot handle."""
+        if p.dtype not in FLOAT_DTYPES:
+            return f"dtype {p.dtype}"
+        if p.layout is not torch.strided:
+            return f"layout {p.layout}"
+        expanded = any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride()))
+        return "an expanded tensor" if expanded else None
 
     # ---- state
 

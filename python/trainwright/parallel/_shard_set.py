@@ -19,7 +19,7 @@ from trainwright.ops.grad_norm import GRAD_SCALE, GRAD_STATS, check_norm_type, n
 from trainwright.parallel._checks import Place
 from trainwright.parallel._driver import DEPTH, Driver
 from trainwright.parallel._job import Pool, run_op
-from trainwright.parallel._shards import OwnedBucket, Range, by_owner, divide
+from trainwright.parallel._shards import OwnedBucket, Range, by_owner
 from trainwright.parallel._wire import Wire
 from trainwright.parallel.layout import FlatLayout, Piece
 
@@ -37,36 +37,45 @@ class ShardSet:
 
     Args:
         places: of the module.
-        layout: of all its parameters, frozen ones too.
+        ranges: per parameter, who owns what of it.
         block: elements of a parameter that must not be separated.
+        layout: of all parameters, frozen ones too: how they are sent after a step.
     """
+
+    shards: list[list[Shard]]
 
     def __init__(
         self,
         places: Sequence[Place],
-        layout: FlatLayout,
+        ranges: Sequence[Sequence[Range]],
         wire: Wire,
         driver: Driver,
         device: torch.device,
         block: int,
+        layout: FlatLayout | None = None,
     ) -> None:
         self.names = [name for name, _, _, _ in places]
         self.params = [p for _, p, _, _ in places]
         self.wire, self.driver = wire, driver
         self.block = block
-        by_slot = divide(layout, block)
-        self.ranges: list[list[Range]] = by_slot[::-1]  # a slot is a parameter, from the last one
+        self.ranges = ranges
         self.index = {id(p): i for i, p in enumerate(self.params)}
-        self._buckets = [by_owner(bucket, by_slot, wire.world) for bucket in layout.buckets]
         self._pool = Pool(device)
         self.graded: set[int] = set()  # stage 2: parameters that have a gradient, on whichever rank
         # Stage 2: not a parameter of the module. Its gradient is 0, or inf on all ranks if any rank's range has an
         # element that is not finite: whoever looks for overflow in this rank's gradients finds that of all.
         self.witness = nn.Parameter(torch.zeros(1, device=device), requires_grad=False)
-        self.shards: list[list[Shard]] = []
-        for p, ranges in zip(self.params, self.ranges):
-            mine = [r for r in ranges if r.owner == wire.rank]
-            self.shards.append([_shard(_flat(p)[r.begin : r.end], r.begin) for r in mine])
+        if layout is not None:
+            by_slot = ranges[::-1]  # a slot is a parameter, from the last one
+            self._buckets = [by_owner(bucket, by_slot, wire.world) for bucket in layout.buckets]
+            self.shards = [
+                [
+                    new_shard(_flat(p)[r.begin : r.end], r.begin)
+                    for r in of_p
+                    if r.owner == wire.rank
+                ]
+                for p, of_p in zip(self.params, ranges)
+            ]
 
     def of(self, p: Tensor) -> list[Shard]:
         """This rank's ranges of a parameter, in ascending order."""
@@ -217,7 +226,7 @@ def _flat(p: Tensor) -> Tensor:
     return p.data.view(-1) if p.is_contiguous() else p.data.reshape(-1)
 
 
-def _shard(value: Tensor, begin: int) -> Shard:
+def new_shard(value: Tensor, begin: int) -> Shard:
     shard = Shard(value, requires_grad=False)
     shard.shard_offset = begin
     return shard

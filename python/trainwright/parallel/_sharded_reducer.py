@@ -1,4 +1,4 @@
-"""The reducer of ZeRO's stage 2: averages reach only the rank that owns their elements, in its ranges' gradients.
+"""The reducer of ZeRO's stages 2 and 3: averages reach the owner of their elements alone, as its ranges' gradients.
 
 Buckets are those of the reducer, with their pieces cut at the ranges and sorted by owner, so that each rank's part is
 contiguous; the exchange stops after the ordered sum. A parameter has no gradient after the backward.
@@ -7,6 +7,7 @@ contiguous; the exchange stops after the ordered sum. A parameter has no gradien
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,25 +15,29 @@ from torch import Tensor
 
 from trainwright.parallel import _gradients
 from trainwright.parallel._job import Job
-from trainwright.parallel._shards import by_owner, divide
+from trainwright.parallel._shards import Range, by_owner
 from trainwright.parallel._step import Backward, Plan
 from trainwright.parallel.buckets import Reducer
-from trainwright.parallel.layout import Bucket, FlatLayout
+from trainwright.parallel.layout import Bucket
 
 if TYPE_CHECKING:
+    from trainwright.parallel._checks import Place
     from trainwright.parallel._shard_set import Shard, ShardSet
 
 
 class ShardedReducer(Reducer):
-    """`home` is set before the first backward. `block`: see `divide`."""
+    """`home` is set before the first backward. `divide` gives the parameters' ranges, in order of registration."""
 
     home: ShardSet
 
-    def __init__(self, *args: Any, block: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        divide: Callable[[Sequence[Place], int], Sequence[Sequence[Range]]],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        places = [(name, p) for name, p, _, _ in self._places]
-        layout = FlatLayout.build(places, world=self.wire.world, bucket_mb=self._bucket_mb)
-        self._ranges = divide(layout, block)[::-1]
+        self._ranges = divide(self._places, self.wire.world)
 
     def plan(self) -> Plan:
         plan = super().plan()
@@ -48,8 +53,7 @@ class ShardedReducer(Reducer):
     def _average(self, b: Backward, bucket: Bucket) -> Tensor:
         cuts, rank = b.plan.cuts[bucket.index], self.wire.rank
         dtype = getattr(torch, bucket.dtype)
-        device = self._places[0][1].device
-        return torch.empty(cuts[rank + 1] - cuts[rank], dtype=dtype, device=device)
+        return torch.empty(cuts[rank + 1] - cuts[rank], dtype=dtype, device=self._device)
 
     def _job(self, b: Backward, bucket: Bucket) -> Job:
         job = super()._job(b, bucket)

@@ -1,8 +1,8 @@
 """The optimizer of `Zero`: an optimizer class of `tw.optim` that updates only this rank's ranges of its parameters.
 
 In stage 1 its groups hold the module's parameters, so whatever reads their gradients (a scaler, clipping) works as
-usual and finds the same on all ranks; ranges stand in their place during a step. In stage 2 the parameters have no
-gradients: the groups hold the ranges, and a witness of all ranks' overflows.
+usual and finds the same on all ranks; ranges stand in their place during a step. In stages 2 and 3 the parameters have
+no gradients: the groups hold the ranges, and a witness of all ranks' overflows.
 """
 
 from __future__ import annotations
@@ -123,6 +123,10 @@ class ShardedStep(FusedOptimizer):
         else:
             first = [self._set.witness] if len(self.param_groups) == 1 else []
             group["params"] = first + [s for p in given for s in self._set.of(p)]
+
+    def _problem(self, p: Tensor) -> str | None:
+        divided = self._stage == 3 and id(p) in self._set.index  # of which nothing is here now
+        return None if divided else super()._problem(p)
 
     def _set_options(self, **options: Any) -> None:
         super()._set_options(**options)

@@ -5,7 +5,8 @@ one group would pair up differently on different ranks. So each strategy makes i
 user's
 group: on CPU two Gloo groups, one for each phase of the ordered sum, so that the phases of successive buckets
 overlap while the order within a group stays fixed; on GPU one NCCL group, and one Gloo group for what the host must
-know.
+know. ZeRO's stage 3 fetches parameters while gradients travel, from another thread: over the group of the second
+phase on CPU, which it has no other use for; on GPU over an NCCL group of its own.
 """
 
 from __future__ import annotations
@@ -165,9 +166,13 @@ class Wire:
     control: GlooChannel | None = None  # host tensors
     scatter: Channel | None = None  # first phase, in bucket order
     gather: Channel | None = None  # second phase, in bucket order
+    fetch: Channel | None = (
+        None  # parameters, in the order of their use, from the thread that uses them
+    )
 
     def _channels(self) -> list[Channel]:
-        return list({id(c): c for c in (self.control, self.scatter, self.gather) if c}.values())
+        channels = (self.control, self.scatter, self.gather, self.fetch)
+        return list({id(c): c for c in channels if c}.values())
 
     def abort(self) -> None:
         for channel in self._channels():
@@ -251,7 +256,9 @@ def connect(
         wire.scatter = wire.gather = _nccl(
             PrefixStore("data", store), rank, wire.world, collective_timeout
         )
+        # NCCL connects at the first collective: without stage 3 this costs nothing.
+        wire.fetch = _nccl(PrefixStore("fetch", store), rank, wire.world, collective_timeout)
     else:
         wire.control = wire.scatter = gloo("scatter")
-        wire.gather = gloo("gather")
+        wire.gather = wire.fetch = gloo("gather")
     return wire

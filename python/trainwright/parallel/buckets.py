@@ -68,6 +68,8 @@ class Reducer:
         self._unused = unused
         self._timeout = timeout
         self._places = _checks.places(module)
+        self._shapes: list[Tensor] = [p for _, p, _, _ in self._places]
+        self._device = device
         self._plans: dict[tuple[bool, ...], Plan] = {}
         self._now: Backward | None = None
         self._task = -1
@@ -101,11 +103,22 @@ class Reducer:
         if plan is None:
             active = [i for i, wanted in enumerate(mask) if wanted]
             layout = FlatLayout.build(
-                [self._places[i][:2] for i in active],
-                world=self.wire.world, bucket_mb=self._bucket_mb,
+                [(self._places[i][0], self._shapes[i]) for i in active],
+                world=self.wire.world, bucket_mb=self._bucket_mb, device_type=self._device.type,
             )  # fmt: skip
             plan = self._plans[mask] = Plan(layout, active)
         return plan
+
+    def remember_shapes(self) -> None:
+        """Keep what a layout needs to know of the parameters, before they lose their memory."""
+        self._shapes = [
+            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+            for _, p, _, _ in self._places
+        ]
+
+    def refresh_places(self, places: list[_checks.Place]) -> None:
+        """The dicts that hold the parameters have been replaced."""
+        self._places = places
 
     def compare_layouts(self, buffers: Sequence[tuple[str, Tensor]]) -> None:
         """At construction: raise on all ranks if parameters, buffers or what is frozen differ."""

@@ -82,6 +82,11 @@ def _auto(total: int, device_type: str) -> int:
     return min(max(total // AUTO_SHARE, low), high)
 
 
+def bucket_bytes(bucket_mb: float | str, total: int, device_type: str) -> int:
+    """The size that `bucket_mb` stands for, where there are `total` bytes in all."""
+    return _auto(total, device_type) if bucket_mb == "auto" else max(1, int(float(bucket_mb) * MIB))
+
+
 def _targets(total: int, bucket_bytes: int | None, device_type: str) -> list[int]:
     """Wanted bucket sizes in bytes, in launch order; they add up to `total`."""
     if total == 0:
@@ -187,6 +192,7 @@ class FlatLayout:
         world: int,
         bucket_mb: float | str = "auto",
         group: str = "",
+        device_type: str | None = None,
     ) -> FlatLayout:
         """Lay out `parameters` (name, tensor), given in order of registration. Only their metadata is read.
 
@@ -197,11 +203,9 @@ class FlatLayout:
                 and 4 to 64 MiB on GPU, with two smaller ones at the start and three at the end; on the CPU
                 parameters of 1 MiB and more are then in buckets of their own.
             group: name of the process group, part of the fingerprint.
+            device_type: that "auto" sizes are for; None: where the parameters are.
         """
-        if bucket_mb == "auto":
-            bucket_bytes = None
-        else:
-            bucket_bytes = max(1, int(float(bucket_mb) * MIB))
+        size = None if bucket_mb == "auto" else max(1, int(float(bucket_mb) * MIB))
         backward = list(parameters)[::-1]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for position, (_, p) in enumerate(backward):
@@ -210,11 +214,12 @@ class FlatLayout:
         sizes = [p.numel() * (2 if p.dtype.is_complex else 1) for _, p in backward]
         drafts: list[tuple[int, Bucket]] = []  # (when it is ready, bucket)
         contiguous = [p.is_contiguous() for _, p in backward]
-        device_type = backward[0][1].device.type if backward else "cpu"
+        if device_type is None:
+            device_type = backward[0][1].device.type if backward else "cpu"
         for dtype, members in by_dtype.items():
             unit = world * max(1, ALIGN_BYTES // dtype.itemsize)
             members, ends = _arrange(
-                members, sizes, contiguous, dtype.itemsize, unit, bucket_bytes, device_type
+                members, sizes, contiguous, dtype.itemsize, unit, size, device_type
             )
             starts = [0, *ends[:-1]]
             parts: list[list[Piece]] = [[] for _ in ends]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +17,21 @@ from trainwright.ops.grad_norm import clip_grad_norm_
 from trainwright.optim._base import FusedOptimizer
 from trainwright.optim.adamw import AdamW
 from trainwright.parallel import _checks, _parcels, _sharded_step, _zero_state
+from trainwright.parallel._blocks import Block, find_blocks, ranges_of
+from trainwright.parallel._gathering import BlockSet
 from trainwright.parallel._replicas import broadcast_from_first
 from trainwright.parallel._shard_set import ShardSet
 from trainwright.parallel._sharded_reducer import ShardedReducer
+from trainwright.parallel._shards import Range, divide
+from trainwright.parallel._uses import Uses
 from trainwright.parallel.buckets import Reducer
 from trainwright.parallel.data import DataParallel
-from trainwright.parallel.layout import FlatLayout
+from trainwright.parallel.layout import FlatLayout, bucket_bytes
 
 __all__ = ["Zero"]
 
-STAGES = (1, 2)
+STAGES = (1, 2, 3)
+OVERLAPS = ("auto", "off")
 
 
 class Zero(DataParallel):
@@ -39,21 +46,35 @@ class Zero(DataParallel):
     =======  ================
     stage 1  8Ψ + 8Ψ / W
     stage 2  4Ψ + 12Ψ / W
+    stage 3  16Ψ / W
     =======  ================
+
+    and in stage 3, during a forward or backward, the block in use and, with ``overlap="auto"``, the next one.
 
     In stage 2 an average reaches only the rank that owns it: parameters have no ``.grad`` after a backward, and the
     ranges' gradients are reset by `zero_grad` of this object or of `optimizer`, not by that of `module`. While
     `accumulate` or `no_sync` adds up microbatches, their sums are whole. A second backward without `zero_grad` adds
     its averages to those of the first, where `DataParallel` averages the sum: the same up to rounding. Norms are summed
-    rank by rank in fp64, so they may differ in the last of its bits.
+    rank by rank in fp64, so they may differ in the last of its bits. Stage 3 does the same.
+
+    In stage 3 the parameters, too, are divided. Before a part of the module runs, forward or backward, the ranks
+    exchange its parameters (a block: see `bucket_mb`), and after it they are freed; the next block, by the order of the
+    pass before, comes meanwhile. So a *forward* communicates, in evaluation and under `no_grad` too: all ranks run the
+    same parts in the same order, and only gradients are not exchanged there. Outside of a forward or backward a
+    parameter keeps its name, shape and dtype, but reads as NaN: `gathered` makes all of them whole, and `state_dict`
+    does so by itself (collective). Parameters may be looked up from anywhere inside the module's forward; what is kept
+    of them longer (a view, ``.detach()``) is memory that no longer exists. Not supported: backward with
+    ``create_graph=True``, and `torch.compile` of the module as a whole (it runs eagerly).
 
     Args:
         module: see `DataParallel`; parameters of fp32, bf16, fp16 or fp64 (not complex).
         optimizer: a class of `tw.optim` that updates each element by itself: not `Lamb`, not `Muon`.
-        stage: 1 divides the optimizer's state, masters included; 2 the gradients too.
+        stage: 1 divides the optimizer's state, masters included; 2 the gradients too; 3 the parameters too.
         params: what the optimizer gets: parameters of `module`, or groups of them with options of their own. None is
             all parameters in one group.
-        group, bucket_mb, wire_dtype, unused, deterministic, broadcast_buffers, timeout: see `DataParallel`.
+        overlap: "off" waits for each block of stage 3 when it is needed: less memory, and not a bit of difference.
+        group, bucket_mb, wire_dtype, unused, deterministic, broadcast_buffers, timeout: see `DataParallel`. `bucket_mb`
+            is also the size from which stage 3 divides a module into blocks ("auto": as for buckets).
         **optimizer_kwargs: options of the optimizer.
 
     Raises:
@@ -87,6 +108,7 @@ class Zero(DataParallel):
         *,
         stage: int,
         params: Iterable[Any] | None = None,
+        overlap: str = "auto",
         group: Any = None,
         bucket_mb: float | str = "auto",
         wire_dtype: torch.dtype | str | None = None,
@@ -98,22 +120,25 @@ class Zero(DataParallel):
     ) -> None:
         op = "Zero"
         _check(op, module, optimizer, stage)
-        block = STATE_BLOCK if optimizer_kwargs.get("state_dtype") == "int8" else 1
-        self._wanted = stage, block
+        if overlap not in OVERLAPS:
+            raise value_error(op, "overlap", '"auto" or "off"', repr(overlap))
+        unit = STATE_BLOCK if optimizer_kwargs.get("state_dtype") == "int8" else 1
+        self._wanted = stage, unit, bucket_mb
+        self._uses: Uses | None = None
+        self._eager: Callable[..., Any] | None = (
+            None  # the module, which torch.compile must not trace
+        )
         super().__init__(
             module, group=group, bucket_mb=bucket_mb, wire_dtype=wire_dtype, unused=unused,
             deterministic=deterministic, broadcast_buffers=broadcast_buffers, timeout=timeout,
         )  # fmt: skip
         try:
             places = _checks.places(module)
-            wire, driver = self._reducer.wire, self._reducer.driver
-            layout = FlatLayout.build(
-                [(name, p) for name, p, _, _ in places], world=wire.world, bucket_mb=bucket_mb
-            )
-            device = places[0][1].device if places else torch.device("cpu")
-            self._stage = 1 if wire.world == 1 else stage  # they are the same thing then
-            self._set = ShardSet(places, layout, wire, driver, device, block)
-            given = [p for _, p, _, _ in places] if params is None else params
+            self._stage = (
+                1 if self._reducer.wire.world == 1 else stage
+            )  # they are the same thing then
+            given = [p for _, p, _, _ in places] if params is None else list(params)
+            self._set = self._divide_parameters(places, overlap)
             self.optimizer = _sharded_step.build(
                 optimizer, self._stage, self._set, given, optimizer_kwargs
             )
@@ -124,10 +149,77 @@ class Zero(DataParallel):
             raise
 
     def _reducer_class(self, world: int) -> Callable[..., Reducer]:
-        stage, block = self._wanted
-        if world == 1 or stage == 1:
+        if world == 1 or self._wanted[0] == 1:
             return Reducer
-        return functools.partial(ShardedReducer, block=block)
+        return functools.partial(ShardedReducer, divide=self._ranges)
+
+    def _layout(self, places: Sequence[_checks.Place], world: int) -> FlatLayout:
+        named = [(name, p) for name, p, _, _ in places]
+        return FlatLayout.build(named, world=world, bucket_mb=self._wanted[2])
+
+    def _blocks(self, places: Sequence[_checks.Place], world: int) -> list[Block]:
+        params = [p for _, p, _, _ in places]
+        total = sum(p.numel() * p.itemsize for p in params)
+        limit = bucket_bytes(self._wanted[2], total, params[0].device.type if params else "cpu")
+        return find_blocks(
+            self.module, params, limit_bytes=limit, world=world, unit=self._wanted[1]
+        )
+
+    def _ranges(self, places: Sequence[_checks.Place], world: int) -> list[list[Range]]:
+        """Who owns which elements of the parameters."""
+        if self._wanted[0] == 3 and world > 1:
+            return ranges_of(self._blocks(places, world), [p.numel() for _, p, _, _ in places])
+        return divide(self._layout(places, world), self._wanted[1])[::-1]
+
+    def _divide_parameters(self, places: Sequence[_checks.Place], overlap: str) -> ShardSet:
+        reducer, unit = self._reducer, self._wanted[1]
+        wire, driver = reducer.wire, reducer.driver
+        device = places[0][1].device if places else torch.device("cpu")
+        if self._stage < 3:
+            layout, ranges = self._layout(places, wire.world), self._ranges(places, wire.world)
+            return ShardSet(places, ranges, wire, driver, device, unit, layout)
+        reducer.remember_shapes()
+        blocks = self._blocks(places, wire.world)
+        home = BlockSet(places, blocks, wire, driver, device, unit, prefetch=overlap == "auto")
+        self._uses = Uses(self.module, home)
+        self._eager = torch.compiler.disable(self.module.__call__)
+        reducer.handles += self._uses.handles
+        reducer.refresh_places(_checks.places(self.module))
+        return home
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._eager is None:
+            return super().forward(*args, **kwargs)
+        self._reducer.check_idle()
+        return self._eager(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, all parameters are whole on every rank; what was written to them, by all ranks alike, is kept.
+        Collective.
+
+        After an edit, `optimizer.refresh_masters()` lets fp32 masters follow. Stages 1 and 2 have nothing to gather.
+        """
+        with self._whole(fetch=True):
+            yield
+
+    @contextlib.contextmanager
+    def _whole(self, *, fetch: bool) -> Iterator[None]:
+        home, uses = self._set, self._uses
+        if uses is None or not isinstance(home, BlockSet) or uses.keep_whole:
+            yield
+            return
+        if uses.running:
+            raise RuntimeError("Zero: gathered: the module is running")
+        home.make_all_whole(fetch=fetch)
+        uses.keep_whole = True
+        try:
+            yield
+        finally:
+            uses.keep_whole = False
+            home.keep_own_parts()
+
+    # ---- gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """That of `module` and of the optimizer, whose gradients stage 2 keeps apart from the parameters."""
@@ -147,6 +239,8 @@ class Zero(DataParallel):
     def model_state_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state, masters included, that this rank holds now."""
         tensors = [*self._set.params, *(p.grad for p in self._set.params if p.grad is not None)]
+        if isinstance(self._set, BlockSet):
+            tensors += [memory for block in self._set.blocks for memory in block.memories]
         for shards in self._set.shards:
             tensors += shards
             for shard in shards:
@@ -158,6 +252,20 @@ class Zero(DataParallel):
 
     # ---- state dicts
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of `module`, with its keys. In stage 3 collective, and a copy."""
+        with self._whole(fetch=True):
+            found = super().state_dict(*args, **kwargs)
+            if self._uses is None:
+                return found
+            for key, value in found.items():
+                found[key] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
+            return found
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._whole(fetch=True):
+            return super().load_state_dict(*args, **kwargs)
+
     def full_state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ...}`` on the group's rank 0, ``{}`` elsewhere. Collective.
 
@@ -165,9 +273,10 @@ class Zero(DataParallel):
         so either side can load the other's.
         """
         parts = _parcels.collect(self._set, _zero_state.optimizer_part(self.optimizer))
-        if self._set.wire.rank:
-            return {}
-        model = {k: _zero_state.cpu(v) for k, v in self.module.state_dict().items()}
+        with self._whole(fetch=True):
+            if self._set.wire.rank:
+                return {}
+            model = {k: _zero_state.cpu(v) for k, v in self.module.state_dict().items()}
         return {"model": model, "optimizer": _zero_state.full_optimizer(self.optimizer, parts)}
 
     def load_full_state_dict(self, sd: Mapping[str, Any]) -> None:
@@ -178,6 +287,12 @@ class Zero(DataParallel):
         Raises:
             ValueError: on all ranks: rank 0's state is of another module or optimizer.
         """
+        with self._whole(fetch=False):
+            groups, part = self._share_out(sd)
+        self._load(groups, part)
+
+    def _share_out(self, sd: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The model of rank 0's state on all ranks; the groups, and each rank's part of the optimizer's state."""
         world = self._set.wire.world
         letters: list[Any] = []
         if self._set.wire.rank == 0:
@@ -198,7 +313,7 @@ class Zero(DataParallel):
         if world > 1:
             tensors = [*self._set.params, *self.module.buffers()]
             broadcast_from_first(self._set.wire, tensors, self._set.driver.wait_for)
-        self._load(groups, part)
+        return groups, part
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model and the optimizer, as copies on the CPU. Not collective.
@@ -218,7 +333,8 @@ class Zero(DataParallel):
         shards = _zero_state.check_shards(list_of_shards)
         groups = shards[0]["optimizer"]["param_groups"]
         _zero_state.check_groups(self.optimizer, groups)
-        self.module.load_state_dict(_zero_state.joined_model(self.module, self._set, shards))
+        with self._whole(fetch=False):
+            self.module.load_state_dict(_zero_state.joined_model(self.module, self._set, shards))
         rank, names, ranges = self._set.wire.rank, self._set.names, self._set.ranges
         part: dict[str, Any] = {}
         for i, (name, p) in enumerate(zip(names, self._set.params)):
@@ -240,7 +356,7 @@ def _check(op: str, module: Any, optimizer: Any, stage: Any) -> None:
         raise value_error(
             op,
             "stage",
-            f"{' or '.join(map(str, STAGES))} (dividing the parameters is not implemented)",
+            ", ".join(map(str, STAGES)),
             stage,
         )
     if not (isinstance(optimizer, type) and issubclass(optimizer, FusedOptimizer)):
