@@ -78,6 +78,7 @@ WIDE = {
     "glu_fwd_kernelINS_4bf16ENS_3dev4SiluELi8E": (2, 1),
     "glu_bwd_kernelINS_4bf16ENS_3dev4GeluELi8E": (3, 2),
     "rope_kernelINS_4bf16ELi8E": (4, 4),
+    "linear_bwd_kernelINS_4bf16E": (2, 1),
     "cross_entropy_rows_kernelINS_4bf16ELb0E": (5, 0),
     "cross_entropy_grad_kernelINS_4bf16ELb0E": (4, 4),
     "optimizer_kernelINS_9AdamWRuleEfLb0E": (10, 8),

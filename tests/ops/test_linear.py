@@ -65,7 +65,7 @@ def make(case, dtype=torch.float32):
 
 
 def can_run(backend, dtype):
-    return backend != "triton" or dtype != torch.float64
+    return backend not in ("triton", "vgpu") or dtype != torch.float64
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_gradients_do_not_depend_on_the_number_of_threads():
         assert all(same_bits(a, b) for a, b in zip(results[0], other))
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradcheck(activation, backend):
     inputs = {
@@ -301,7 +301,7 @@ def test_autocast_leaves_fp64_alone():
         ({"activation": "tanh"}, ValueError, "activation: expected None or one of relu, gelu"),
         ({"activation": torch.relu}, TypeError, "activation: expected a str or None"),
         ({"backend": "gpu"}, ValueError, "backend: expected one of cpu, cuda, triton, torch"),
-        ({"backend": "cuda"}, tw.BackendError, "cuda: not implemented for this op"),
+        ({"backend": "cuda"}, tw.BackendError, "cuda: needs CUDA tensors, got cpu"),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )

@@ -80,6 +80,8 @@ def _in_place_fake(*args: Any) -> None:
 
 GEMM = _library.define_backends("gemm", "gemm" + SCHEMA, gemm_reference, gemm_fake)
 gemm = GEMM["cpu"]
+# Of its own: `gemm` on CUDA tensors is the reference, that is cuBLAS.
+GEMM["cuda"] = _library.define("gemm_cuda" + SCHEMA, gemm_reference, gemm_fake)
 gemm_out_ = _library.define(
     "gemm_out_(Tensor(a!) c, Tensor a, Tensor b, Tensor? bias) -> ()",
     gemm_out_reference,

@@ -98,6 +98,7 @@ class _GroupedMatmul(torch.autograd.Function):
     "grouped_matmul",
     Candidate("cpu", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES[:3]),
+    Candidate("cuda", FLOAT_DTYPES[:3]),
     Candidate("torch", FLOAT_DTYPES),
 )
 def grouped_matmul(
@@ -113,7 +114,7 @@ def grouped_matmul(
         weights: (E, K, C), dtype of x, any strides (a transposed view of (E, C, K) costs nothing).
         offsets: (E,) int32, the end row of each group, ascending, at most N; equal ends make an empty group. As
             torch's grouped_mm takes them.
-        backend: None, "cpu", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Returns:
         (N, C) in the dtype of x. The gradient of the weights of an empty group is 0.

@@ -123,6 +123,7 @@ _CUDA_YIELDS = tuple(
     "linear",
     Candidate("cpu", FLOAT_DTYPES, yields=_YIELDS),
     Candidate("triton", FLOAT_DTYPES[:3], yields=_CUDA_YIELDS),
+    Candidate("cuda", FLOAT_DTYPES[:3], yields=_CUDA_YIELDS),
     Candidate("torch", FLOAT_DTYPES),
 )
 def linear(
@@ -144,8 +145,8 @@ def linear(
         bias: (N,) in the dtype of x, or None.
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: (..., N) in the dtype of x, added after the activation.
-        backend: None, "cpu", "triton" or "torch". None leaves to torch what its libraries multiply faster (on an
-            Intel CPU fp32 without activation and residual; bf16 where the CPU has bf16 instructions): `tw.explain`.
+        backend: None, "cpu", "cuda", "triton" or "torch". None leaves to torch what its libraries multiply faster (on
+            an Intel CPU fp32 without activation and residual; bf16 where the CPU has bf16 instructions): `tw.explain`.
 
     Returns:
         (..., N) in the dtype of x.

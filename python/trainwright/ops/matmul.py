@@ -148,6 +148,7 @@ def _broadcast(a: Tensor, b: Tensor) -> tuple[int, ...]:
     "matmul",
     Candidate("cpu", FLOAT_DTYPES, yields=_YIELDS),
     Candidate("triton", FLOAT_DTYPES[:3], yields=_CUDA_YIELDS),
+    Candidate("cuda", FLOAT_DTYPES[:3], yields=_CUDA_YIELDS),
     Candidate("torch", FLOAT_DTYPES),
 )
 def matmul(
@@ -167,8 +168,8 @@ def matmul(
         b: (..., K, N) or (K,); dtype of a, any strides. Leading dimensions broadcast.
         out_dtype: of the result: fp32, bf16 or fp16 (fp64 for fp64); default the dtype of a. fp32 keeps the sums.
         split_k: parts that K is summed in, each on cores of its own; None chooses from the sizes.
-        backend: None, "cpu", "triton" or "torch". None leaves to torch what its libraries multiply faster; `tw.explain`
-            says so.
+        backend: None, "cpu", "cuda", "triton" or "torch". None leaves to torch what its libraries multiply
+            faster; `tw.explain` says so.
 
     Returns:
         (..., M, N) in `out_dtype`; without M for a (K,), without N for b (K,).
