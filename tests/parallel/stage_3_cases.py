@@ -11,7 +11,7 @@ from data_cases import assert_same_on_all_ranks, batch, everyone, mlp, share
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from trainwright.parallel import CollectiveError, DataParallel, Zero
+from trainwright.parallel import CollectiveError, DataParallel, Zero, estimate
 
 TIMEOUT = 20.0
 SMALL = {"timeout": TIMEOUT, "bucket_mb": 0.0005, "lr": 0.02}
@@ -70,6 +70,7 @@ def whole_only_while_used(rank, world):
         make = functools.partial(mlp, *sizes, dtype=torch.float32)
         zero = Zero(make(), stage=3, overlap=overlap, timeout=TIMEOUT, bucket_mb=0.02)
         memory = Memory(zero)
+        expected = estimate(make(), stage=3, world=world, bucket_mb=0.02, overlap=overlap)
         formula = 16 * sum(p.numel() for p in zero.parameters()) / world
         block = max(b.nbytes for b in zero._set.blocks)
         for step in range(3):
@@ -78,6 +79,8 @@ def whole_only_while_used(rank, world):
             assert memory.now() == 0
             zero.optimizer.step()
             assert abs(zero.model_state_bytes() - formula) <= 0.03 * formula
+            assert abs(zero.model_state_bytes() - expected.total) <= 0.001 * formula + 64 * 20
+        assert expected.gathered >= memory.most
         assert block == 4 * (160 * 160 + 160)
         assert block <= memory.most <= at_once * block
         assert memory.count > 50
@@ -110,7 +113,12 @@ def one_block_and_the_next(rank, world):
         ahead = events.index("forward")
         assert ahead == (1 if step == 0 else 2)
     del home.wire.fetch.exchange
-    assert home.sent_bytes == 3 * 2 * sum(b.part.nbytes for b in home.blocks) * (world - 1)
+    assert home.last_cost.sent_bytes == 2 * sum(b.part.nbytes for b in home.blocks) * (world - 1)
+    assert zero.stats().sent_bytes > home.last_cost.sent_bytes
+    assert home.last_cost.busy_ms > 0
+    with torch.no_grad():
+        square(zero, 0, rank, world)
+    assert home.cost.sent_bytes == 0  # evaluation is not part of a step
 
 
 class Anywhere(nn.Module):

@@ -184,6 +184,26 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, text):
             assert all(a[k] == pytest.approx(b[k], rel=2e-5) for k in a)
 
 
+def test_zero_divides_memory_and_changes_no_bit(tmp_path, text):
+    """Stages 2 and 3, resumed in another stage; what a step's communication cost is in the metrics."""
+    given = options(tmp_path, text)
+    two_ranks({**given, "name": "plain"})
+    two_ranks({**given, "name": "divided", "zero": 3, "stop_after": 3})
+    two_ranks({"out": given["out"], "name": "divided", "resume": True, "zero": 2})
+    assert records(tmp_path / "runs/plain") == records(tmp_path / "runs/divided")
+    same_weights(tmp_path / "runs/plain", tmp_path / "runs/divided")
+    plain, divided = (
+        [r for r in metrics.read_metrics(tmp_path / f"runs/{name}/metrics.jsonl") if "loss" in r]
+        for name in ("plain", "divided")
+    )
+    # bf16 parameters, gradients, fp32 masters and two moments: 16 bytes; stage 3 halves all, stage 2 not the parameters
+    shares = [b["state_bytes"] / a["state_bytes"] for a, b in zip(plain, divided)]
+    assert shares == pytest.approx([8 / 16] * 3 + [9 / 16] * 3, rel=0.03)
+    for record in plain + divided:
+        assert record["exposed_comm_ms"] >= 0 and record["comm_busy_ms"] > 0
+        assert record["comm_bytes"] > 0 <= record["imbalance"] and 0 <= record["comm_overlap"] <= 1
+
+
 def test_ctrl_c_stops_with_a_checkpoint(tmp_path, text):
     process = start(options(tmp_path, text, steps=100000, eval_every=0))
     read_until(process, "step      3/")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +21,9 @@ from trainwright.parallel._blocks import Block, ranges_of
 from trainwright.parallel._checks import Place
 from trainwright.parallel._driver import Driver
 from trainwright.parallel._shard_set import Shard, ShardSet, new_shard
-from trainwright.parallel._wire import Wire
+from trainwright.parallel._wire import Arrival, Wire
 
+_task_id = torch._C._current_graph_task_id
 FREE, COMING, WHOLE = "free", "coming", "whole"
 
 
@@ -36,7 +36,7 @@ class Gathered:
         self.block = block
         self.params = [params[i] for i in block.params]
         self.state = FREE
-        self.work: Any = None
+        self.arrival: Arrival | None = None
         dtype = getattr(torch, block.dtype)
         self.flat = torch.empty(block.numel, dtype=dtype, device=device)
         places = [
@@ -109,8 +109,6 @@ class BlockSet(ShardSet):
         sizes = [p.numel() for _, p, _, _ in places]
         super().__init__(places, ranges_of(blocks, sizes), wire, driver, device, unit)
         self._prefetch = prefetch
-        self.waited_ms = 0.0  # for parameters, since `take_times` was called ...
-        self.sent_bytes = 0  # ... and what this rank sent of them
         self.order: list[int] = []
         self._before: list[int] = []  # `order` of the round before
         self._coming: Gathered | None = None
@@ -138,7 +136,6 @@ class BlockSet(ShardSet):
 
     # ---- whole blocks
 
-    @torch.no_grad()
     def need(self, gathered: Gathered) -> None:
         """Make a block whole. Collective, unless it is already."""
         if gathered.state == WHOLE:
@@ -171,12 +168,6 @@ class BlockSet(ShardSet):
         if self.order:
             self._before, self.order = self.order, []
 
-    def take_times(self) -> tuple[float, int]:
-        """Milliseconds waited for parameters and bytes sent of them since the last call."""
-        taken = self.waited_ms, self.sent_bytes
-        self.waited_ms, self.sent_bytes = 0.0, 0
-        return taken
-
     def _send_for(self, gathered: Gathered) -> None:
         self.driver.raise_error()
         gathered.allocate()
@@ -190,18 +181,26 @@ class BlockSet(ShardSet):
         self.driver.announce(doing, block.index, "all-gather")
         assert self.wire.fetch is not None
         total = block.numel * gathered.flat.itemsize
-        gathered.work = self.wire.fetch.exchange(outs, [gathered.part] * world, total)
-        self.sent_bytes += gathered.part.nbytes * (world - 1)
+        work = self.wire.fetch.exchange(outs, [gathered.part] * world, total)
+        gathered.arrival = Arrival(self.wire.fetch, work)
+        if self._counts():
+            self.cost.sent_bytes += gathered.part.nbytes * (world - 1)
 
     def _arrive(self, gathered: Gathered) -> None:
         if self._coming is gathered:
             self._coming = None
-        work, gathered.work = gathered.work, None
-        if work is not None:
+        arrival, gathered.arrival = gathered.arrival, None
+        if arrival is not None:
             begun = time.perf_counter()
-            self.driver.wait_for(work)
-            self.waited_ms += 1e3 * (time.perf_counter() - begun)
+            self.driver.wait_for(arrival)
+            if self._counts():
+                self.cost.exposed_ms += 1e3 * (time.perf_counter() - begun)
+                self.cost.busy_ms += arrival.busy_ms
         gathered.show()
+
+    def _counts(self) -> bool:
+        """Evaluation is no part of a step's cost."""
+        return torch.is_grad_enabled() or _task_id() != -1
 
     def _drop(self) -> None:
         """The block under way is not the one that is needed; all ranks find that alike."""

@@ -6,8 +6,10 @@ strided parameter's range is a copy, brought up to date before each step.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,15 @@ from trainwright.parallel._job import Pool, run_op
 from trainwright.parallel._shards import OwnedBucket, Range, by_owner
 from trainwright.parallel._wire import Wire
 from trainwright.parallel.layout import FlatLayout, Piece
+
+
+@dataclass
+class Cost:
+    """What sending parameters cost this rank in a step."""
+
+    exposed_ms: float = 0.0
+    busy_ms: float = 0.0
+    sent_bytes: int = 0
 
 
 class Shard(nn.Parameter):
@@ -61,6 +72,7 @@ class ShardSet:
         self.ranges = ranges
         self.index = {id(p): i for i, p in enumerate(self.params)}
         self._pool = Pool(device)
+        self.cost = self.last_cost = Cost()  # of this step so far, and of the last one
         self.graded: set[int] = set()  # stage 2: parameters that have a gradient, on whichever rank
         # Stage 2: not a parameter of the module. Its gradient is 0, or inf on all ranks if any rank's range has an
         # element that is not finite: whoever looks for overflow in this rank's gradients finds that of all.
@@ -93,6 +105,10 @@ class ShardSet:
                     shard.data.copy_(value)
                 elif shard.data_ptr() != value.data_ptr():
                     shard.data = value
+
+    def end_step(self) -> None:
+        """The optimizer's step is done."""
+        self.last_cost, self.cost = self.cost, Cost()
 
     def vote(self) -> None:
         """Let the witness tell of the gradients as they are now. Collective."""
@@ -132,6 +148,7 @@ class ShardSet:
 
     def gather(self, wanted: set[int]) -> None:
         """Set the parameters with these indices to what their owners have. Collective."""
+        begun = time.perf_counter()
         flying: deque[tuple[OwnedBucket, Tensor | None, Any]] = deque()
         for owned in self._buckets:
             if any(self._param(piece.slot) in wanted for piece in owned.bucket.pieces):
@@ -140,6 +157,8 @@ class ShardSet:
                     self._receive(*flying.popleft())
         while flying:
             self._receive(*flying.popleft())
+        if self.wire.world > 1:
+            self.cost.busy_ms += 1e3 * (time.perf_counter() - begun)
         torch.autograd.graph.increment_version([self.params[i] for i in sorted(wanted)])
 
     def _param(self, slot: int) -> int:
@@ -164,11 +183,14 @@ class ShardSet:
             assert self.wire.gather is not None
             total = bucket.numel * parts[rank].itemsize
             work = self.wire.gather.exchange(parts, [parts[rank]] * world, total)
+            self.cost.sent_bytes += parts[rank].nbytes * (world - 1)
         return owned, flat, work
 
     def _receive(self, owned: OwnedBucket, flat: Tensor | None, work: Any) -> None:
         if work is not None:
+            begun = time.perf_counter()
             self.driver.wait_for(work)
+            self.cost.exposed_ms += 1e3 * (time.perf_counter() - begun)
         if flat is None:
             return
         outs, offsets, strided = [], [], {}

@@ -41,6 +41,7 @@ class ShardedStep(FusedOptimizer):
         with self._on_ranges(gradients=self._stage == 1):
             FusedOptimizer.step(self)
         home.gather(updated)
+        home.end_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

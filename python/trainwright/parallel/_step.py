@@ -18,7 +18,7 @@ class StepStats:
 
     Attributes:
         step: number of the step, from 0; a backward that does not communicate is not a step.
-        exposed_ms: time that the backward waited for communication at its end.
+        exposed_ms: time that the backward waited for communication at its end (`Zero`: and for parameters).
         busy_ms: time during which at least one collective was in flight (0 on GPU: not measured there).
         sent_bytes: bytes this rank sent for gradients.
         buckets: number of buckets.

@@ -154,6 +154,35 @@ class GlooChannel(Channel):
         super().close()
 
 
+class Arrival:
+    """A collective in flight, which notes when it was done."""
+
+    def __init__(self, channel: Channel, work: Any) -> None:
+        self._work, self._error = work, ""
+        self._done = threading.Event()
+        self.sent = self.arrived = time.perf_counter()
+        if isinstance(channel, GlooChannel):
+            channel.when_done(work, self._note)
+        else:
+            self._done.set()
+
+    def _note(self, error: str | None) -> None:
+        self.arrived, self._error = time.perf_counter(), error or ""
+        self._done.set()
+
+    def wait(self) -> None:
+        """Until it is done; on GPU until the stream may go on."""
+        self._done.wait()
+        if self._error:
+            raise RuntimeError(self._error)
+        if self.arrived == self.sent:
+            self._work.wait()
+
+    @property
+    def busy_ms(self) -> float:
+        return 1e3 * (self.arrived - self.sent)
+
+
 @dataclass
 class Wire:
     """This rank's place in a group and its channels. `ranks` are the global ranks, in the group's order."""

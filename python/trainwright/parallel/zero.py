@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from trainwright.parallel._shard_set import ShardSet
 from trainwright.parallel._sharded_reducer import ShardedReducer
 from trainwright.parallel._shards import Range, divide
 from trainwright.parallel._uses import Uses
-from trainwright.parallel.buckets import Reducer
+from trainwright.parallel.buckets import Reducer, StepStats
 from trainwright.parallel.data import DataParallel
 from trainwright.parallel.layout import FlatLayout, bucket_bytes
 
@@ -235,6 +236,18 @@ class Zero(DataParallel):
         if self._stage == 1:
             return clip_grad_norm_(self._set.params, max_norm, norm_type)
         return self._set.clip(max_norm, norm_type)
+
+    def stats(self) -> StepStats:
+        """What communication cost in the last step: that of the gradients in the last backward that communicated, and
+        that of the parameters in the last `optimizer.step()` or, in stage 3, between the last two.
+        """
+        stats, cost = super().stats(), self._set.last_cost
+        return dataclasses.replace(
+            stats,
+            exposed_ms=stats.exposed_ms + cost.exposed_ms,
+            busy_ms=stats.busy_ms + cost.busy_ms,
+            sent_bytes=stats.sent_bytes + cost.sent_bytes,
+        )
 
     def model_state_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state, masters included, that this rank holds now."""

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 PREFIX, TEMPORARY, MANIFEST = "step_", ".tmp-", "manifest.json"
@@ -58,10 +57,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def pack_optimizer(
-    optimizer: torch.optim.Optimizer, names: list[str]
+    saved: dict[str, Any], names: list[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's state as named tensors, and as plain values. `names` are in the order of its parameters."""
-    saved = optimizer.state_dict()
+    """An optimizer's state_dict() as named tensors, and as plain values. `names` are in the order of its parameters."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {"state": {}, "groups": []}
     for index, state in saved["state"].items():
@@ -81,24 +79,23 @@ def pack_optimizer(
 
 
 def unpack_optimizer(
-    optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor], values: dict[str, Any]
-) -> None:  # fmt: skip
-    """Undo `pack_optimizer`."""
+    now: list[dict[str, Any]], names: list[str], tensors: dict[str, Tensor], values: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """Undo `pack_optimizer`, for an optimizer whose param_groups are `now`."""
     index = {name: i for i, name in enumerate(names)}
-    fresh = optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {index[n]: dict(v) for n, v in values["state"].items()}
     for full, tensor in tensors.items():
         key, name = full.split(".", 1)
         state.setdefault(index[name], {})[key] = tensor
     groups = []
-    for own, saved in zip(fresh["param_groups"], values["groups"]):
+    for own, saved in zip(now, values["groups"]):
         kept = {
             k: tuple(v) if isinstance(own.get(k), tuple) else v
             for k, v in saved.items()
             if k != "params"
         }
         groups.append({**own, **kept, "params": [index[n] for n in saved["params"]]})
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
 def _nothing(stage: str) -> None:

@@ -54,7 +54,13 @@ class Config:
     beta2: float = _option(0.95, "AdamW beta 2", fixed=True)
     clip: float = _option(1.0, "largest global gradient norm", fixed=True)
     seed: int = _option(0, "of the weights, the order of the data and the sample", fixed=True)
+    wire: str = _option(
+        "none", "how gradients are rounded to travel between ranks", choices=("none", "bf16"), fixed=True
+    )  # fmt: skip
     # Machine
+    zero: int = _option(
+        0, "ZeRO stage: ranks divide 1 optimizer state, 2 gradients too, 3 parameters too", choices=(0, 1, 2, 3)
+    )  # fmt: skip
     dtype: str = _option(
         "bfloat16", "of weights and activations", choices=("bfloat16", "float32"), fixed=True
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from trainwright.optim.adamw import AdamW
 from trainwright.parallel.data import DataParallel
 from trainwright.parallel.errors import CollectiveError
+from trainwright.parallel.estimate import estimate
+from trainwright.parallel.zero import Zero
 from trainwright.train import checkpoint, data, metrics
 from trainwright.train.config import Config, RunError, resumed
 from trainwright.train.model import GPT, GPTConfig
@@ -51,10 +54,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
-def optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Parameter names in the optimizer's order."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+WIRE_DTYPES = {"none": None, "bf16": torch.bfloat16, "int8": "int8"}
 
 
 class Trainer:
@@ -65,15 +65,32 @@ class Trainer:
         self.accumulation = config.accumulation(ranks.world)
         self.dtype = getattr(torch, config.dtype)
         self.model = GPT(model_config(config), config.seed, self.dtype).to(ranks.device)
-        self.parallel = DataParallel(self.model, broadcast_buffers=False, timeout=config.timeout)
-        self.optimizer = AdamW(
-            parameter_groups(self.model, config.weight_decay), lr=config.lr, betas=(config.beta1, config.beta2),
-            master_weights="auto", max_grad_norm=config.clip,
-        )  # fmt: skip
+        groups = parameter_groups(self.model, config.weight_decay)
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        self.names = [
+            names[id(p)] for g in groups for p in g["params"]
+        ]  # as the optimizer has them
+        adam: dict[str, Any] = {
+            "lr": config.lr,
+            "betas": (config.beta1, config.beta2),
+            "max_grad_norm": config.clip,
+        }
+        link: dict[str, Any] = {
+            "broadcast_buffers": False, "timeout": config.timeout, "wire_dtype": WIRE_DTYPES[config.wire],
+        }  # fmt: skip
+        self.estimate = estimate(self.model, stage=config.zero, world=ranks.world, **adam)
+        self.zero = (
+            Zero(self.model, stage=config.zero, params=groups, **link, **adam)
+            if config.zero
+            else None
+        )
+        self.parallel = self.zero or DataParallel(self.model, **link)
+        self.optimizer = self.zero.optimizer if self.zero else AdamW(groups, **adam)
         self.train_blocks = data.Blocks(folder / "train.bin", config.context)
         self.heldout_blocks = data.Blocks(folder / "heldout.bin", config.context)
         self.sampler = data.TrainSampler(len(self.train_blocks), config.seed)
         self.tokens = 0  # targets of all ranks so far
+        self.state_bytes = 0  # of model and optimizer on this rank, as found after the first step
 
     def microbatches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         return data.microbatches(
@@ -96,12 +113,31 @@ class Trainer:
             loss_sum += loss.detach().double() * count
             targets += count
         self.optimizer.step()
+        self.state_bytes = self.state_bytes or self.model_state_bytes()
         self.optimizer.zero_grad(set_to_none=True)
         return loss_sum.item(), targets
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model can be used by one rank alone, whatever is divided."""
+        return self.zero.gathered() if self.zero else contextlib.nullcontext()
+
+    def model_state_bytes(self) -> int:
+        """Of parameters, gradients and optimizer state on this rank, before the gradients are dropped."""
+        if self.zero:
+            return self.zero.model_state_bytes()
+        states = [
+            v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)
+        ]
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return sum(t.nbytes for t in (*self.model.parameters(), *grads, *states))
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
         """Mean loss over the held-out targets, the same at any world size."""
+        with self.whole():  # ranks have different numbers of batches
+            return self._heldout_loss()
+
+    def _heldout_loss(self) -> float:
         config, total, targets = self.config, 0.0, 0
         for x, y in data.heldout_batches(
             self.heldout_blocks, config.eval_tokens, config.micro_batch, self.ranks.rank, self.ranks.world
@@ -114,13 +150,15 @@ class Trainer:
 
     def save(self, folder: Path, step: int) -> None:
         """A checkpoint after `step` steps, written by rank 0."""
+        full = self.zero.full_state_dict() if self.zero else {}
 
         def write() -> None:
-            names = optimizer_names(self.model, self.optimizer)
-            weights = {k: v.detach().cpu().contiguous() for k, v in self.model.state_dict().items()}
+            model = full["model"] if full else self.model.state_dict()
+            weights = {k: v.detach().cpu().contiguous() for k, v in model.items()}
             samples = step * self.config.global_batch
             state = {"samples": samples, "tokens": self.tokens, "world": self.ranks.world}
-            packed = checkpoint.pack_optimizer(self.optimizer, names)
+            saved = full["optimizer"] if full else self.optimizer.state_dict()
+            packed = checkpoint.pack_optimizer(saved, self.names)
             checkpoint.save(folder / "checkpoints", step, weights, packed, state, self.config.keep)
 
         self.ranks.first(write)
@@ -128,11 +166,14 @@ class Trainer:
     def load(self, path: Path) -> int:
         """Continue from a checkpoint; returns the number of steps done."""
         loaded = checkpoint.load(path)
-        self.model.load_state_dict(loaded.model)
-        names = optimizer_names(self.model, self.optimizer)
-        checkpoint.unpack_optimizer(
-            self.optimizer, names, loaded.optimizer, loaded.state["optimizer"]
+        state = checkpoint.unpack_optimizer(
+            self.optimizer.param_groups, self.names, loaded.optimizer, loaded.state["optimizer"]
         )
+        if self.zero:
+            self.zero.load_full_state_dict({"model": loaded.model, "optimizer": state})
+        else:
+            self.model.load_state_dict(loaded.model)
+            self.optimizer.load_state_dict(state)
         self.tokens = loaded.state["tokens"]
         return loaded.step
 
@@ -227,7 +268,8 @@ def run(given: dict[str, Any]) -> int:
             say(f"stopped after step {done} with a checkpoint; "
                 f"continue with --resume --out {config.out} --name {config.name}")  # fmt: skip
         else:
-            ranks.first(finish, trainer, folder, say)
+            with trainer.whole():
+                ranks.first(finish, trainer, folder, say)
         trainer.parallel.close()
     return 0
 
@@ -244,6 +286,11 @@ def introduce(
     say(f"text   {report.source}: {report.train_documents + report.heldout_documents:,} documents "
         f"({report.duplicates:,} duplicates dropped), {report.train_tokens:,} tokens to train on, "
         f"{report.heldout_tokens:,} held out {report.split}")  # fmt: skip
+    expected = trainer.estimate
+    more = f", and {metrics.mib(expected.gathered)} for a moment" if expected.gathered else ""
+    say(
+        f"memory {metrics.mib(expected.total)} per rank predicted for parameters, gradients, optimizer state{more}"
+    )
     micro = plural(trainer.accumulation, "microbatch", "microbatches")
     say(f"model  {parameters:,} parameters: {config.layers} layers x {config.dim}, context {config.context}; a step is "
         f"{config.global_batch} sequences in {micro} per rank")  # fmt: skip
@@ -266,7 +313,10 @@ def train(trainer: Trainer, folder: Path, first: int, peak: float, stop: StopSig
             wants_stop = stop.requested or (
                 config.stop_after > 0 and step + 1 - first >= config.stop_after
             )
-            total, count, stopping = ranks.sum([loss_sum, float(targets), float(wants_stop)])
+            link = trainer.parallel.stats()
+            compute_ms = 1e3 * (time.perf_counter() - begin) - link.exposed_ms
+            every = ranks.all([loss_sum, float(targets), float(wants_stop), compute_ms])
+            total, count, stopping, _ = (sum(column) for column in zip(*every))
             seconds, loss, done = time.perf_counter() - begin, total / count, step + 1
             if not math.isfinite(loss):
                 raise RunError(
@@ -277,11 +327,16 @@ def train(trainer: Trainer, folder: Path, first: int, peak: float, stop: StopSig
             record = {
                 "step": done, "tokens": trainer.tokens, "loss": loss, "lr": learning_rate(step, config),
                 "grad_norm": None if norm is None else float(norm),
-                **meter.update(seconds, int(count), trainer.parallel.stats().exposed_ms),
+                **meter.update(seconds, int(count), link.exposed_ms),
+                **metrics.communication(link, [row[-1] for row in every]),
+                "state_bytes": trainer.state_bytes,
             }  # fmt: skip
             if log is not None:
                 log.write(record)
             reporter.step(record)
+            if step == first:
+                reporter.say(f"memory {metrics.mib(trainer.state_bytes)} per rank measured, "
+                             f"{metrics.mib(trainer.estimate.total)} predicted")  # fmt: skip
             last = bool(stopping) or done == config.steps
             if done == config.steps or (config.eval_every and done % config.eval_every == 0):
                 heldout = trainer.heldout_loss()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from trainwright.parallel.buckets import StepStats
 from trainwright.train.model import GPTConfig
 
 
@@ -127,6 +128,24 @@ def plot_loss(records: list[dict[str, Any]], path: Path, title: str, note: str) 
     figure.savefig(temporary, dpi=150)
     plt.close(figure)
     os.replace(temporary, path)
+
+
+def communication(link: StepStats, compute_ms: Sequence[float]) -> dict[str, float]:
+    """What a step's communication cost this rank, and how unequal the ranks' own work was.
+
+    `imbalance` is the slowest rank's time without the waiting, over the mean of all ranks, minus 1.
+    """
+    mean = sum(compute_ms) / len(compute_ms)
+    return {
+        "comm_busy_ms": link.busy_ms,
+        "comm_bytes": link.sent_bytes,
+        "comm_overlap": link.overlap,
+        "imbalance": max(compute_ms) / mean - 1.0 if mean > 0 else 0.0,
+    }
+
+
+def mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 class Meter:

@@ -85,12 +85,17 @@ class Ranks:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over the ranks, in fp64."""
+        return [sum(column) for column in zip(*self.all(values))]
+
+    def all(self, values: list[float]) -> list[list[float]]:
+        """The values of each rank."""
         if self.world == 1:
-            return values
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+            return [values]
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        every = [torch.empty_like(mine) for _ in range(self.world)]
         with lost_rank():
-            dist.all_reduce(total)
-        return total.tolist()
+            dist.all_gather(every, mine)
+        return [x.tolist() for x in every]
 
 
 @contextlib.contextmanager

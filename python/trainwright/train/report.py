@@ -11,9 +11,15 @@ def plural(count: int, one: str, many: str = "") -> str:
 
 
 def describe(record: dict[str, Any]) -> str:
-    return (
+    text = (
         f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s  "
         f"MFU {100 * record['mfu']:.1f}%  exposed comm {record['exposed_comm_ms']:.1f} ms"
+    )
+    if not record["comm_bytes"]:
+        return text
+    return text + (
+        f" of {record['comm_busy_ms']:.1f} ({100 * record['comm_overlap']:.0f}% hidden)  "
+        f"{record['comm_bytes'] / 2**20:.1f} MiB sent  imbalance {100 * record['imbalance']:.0f}%"
     )
 
 
