@@ -1,5 +1,6 @@
 // torch bindings of attention on CUDA: what the kernels in flash_attention_fwd.cuh and flash_attention_bwd.cuh
 // want of their operands, and the small kernels around them.
+#include "cuda/flash_attention_split.cuh"
 #include "cuda/flash_attention_terms.cuh"
 
 #include "cuda/binding.cuh"
@@ -269,6 +270,40 @@ void clear_outside(const AttentionShape& shape, const Tensor& rows, const Tensor
   check_launch("flash_attention_outside_kernel");
 }
 
+// Pieces that a sequence is split into at most, 0 if none is. Of a packed batch the host knows bounds of lengths only.
+int most_pieces(const AttentionShape& a) {
+  const int group = a.H / a.G;
+  if (!a.first_q) {
+    const Band band = {a.Tq, a.Tk, a.top_left ? 0 : int64_t{a.Tk} - a.Tq, a.left, a.right};
+    const Pieces of = Pieces::of(band);
+    return Pieces::split(band, group) ? static_cast<int>(of.last - of.first) : 0;
+  }
+  const int64_t Tq = std::min(a.Tq, kSplitRows / group);
+  // A sequence with as many keys as queries is not split.
+  if (Tq == 0 || a.first_q == a.first_k) return 0;
+  const int64_t seen = Tq + a.left + a.right;
+  const int64_t pieces = std::min(divide_up(a.Tk, kSplitKeys), seen / kSplitKeys + 2);
+  return pieces > 1 ? static_cast<int>(pieces) : 0;
+}
+
+// The workspace of a split forward lies in `memory` until the kernels are launched.
+AttentionSplit split_for(const AttentionShape& a, int64_t total_k, const Tensor& like,
+                         Tensor& memory) {
+  AttentionSplit s = {};
+  s.pieces = most_pieces(a);
+  if (s.pieces == 0) return s;
+  const int64_t by_keys = total_k / kSplitKeys + a.B;
+  s.compact = a.first_q && by_keys < int64_t{a.B} * s.pieces;
+  const int64_t slots = s.compact ? by_keys : int64_t{a.B} * s.pieces;
+  s.rows = static_cast<int>(std::min<int64_t>(int64_t{a.Tq} * (a.H / a.G), kSplitRows));
+  s.width = static_cast<int>(divide_up(a.Dv, 8) * 8);
+  const int64_t rows = slots * a.G * s.rows;
+  memory = empty({rows * (s.width + 1)}, like, ScalarType::Float);
+  s.out = static_cast<float*>(device_data(memory));
+  s.lse = s.out + rows * s.width;
+  return s;
+}
+
 std::tuple<Tensor, Tensor> flash_attention_fwd_cuda(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& cu_q,
     const std::optional<Tensor>& cu_k, const std::optional<Tensor>& alibi,
@@ -294,11 +329,16 @@ std::tuple<Tensor, Tensor> flash_attention_fwd_cuda(
                         terms,
                         std::max(c, FLT_MIN),  // 0 would turn the -inf of what is not seen to NaN
                         scale < 0.0 && !terms.any,
-                        v.size(3) % 8 == 0};
-  if (shape.B > 0 && shape.Tq > 0)
+                        v.size(3) % 8 == 0,
+                        {}};
+  Tensor workspace = empty({0}, q, ScalarType::Float);
+  if (shape.B > 0 && shape.Tq > 0) {
+    a.split = split_for(shape, k.size(1), q, workspace);
     with_attention_types(q, shape, [&](auto t, auto head_dim) {
       launch_attention_forward<decltype(t), decltype(head_dim)::value>(a, stream);
+      if (a.split.pieces) launch_attention_merge<decltype(t)>(a, stream);
     });
+  }
   check_launch("flash_attention_fwd_kernel");
   clear_outside(shape, out, &lse, shape.first_q, stream);
   return {out, lse};

@@ -89,6 +89,22 @@ struct AttentionTerms {
   float keep;  // what is kept is multiplied by
 };
 
+// Where the parts of a split forward go: each sequence's slots, one a piece, have `rows` rows of `width` fp32 elements
+// for each KV head, and as many lse, natural and without the sink.
+struct AttentionSplit {
+  int pieces;  // at most, of a sequence; 0: none is split
+  bool
+      compact;  // whether the slots of a packed batch begin by where its keys do, else every `pieces`
+  int rows, width;
+  float *out, *lse;
+
+  __device__ __forceinline__ int64_t row(int G, int b, int kv_head, int64_t k_row,
+                                         int piece) const {
+    const int64_t first = compact ? k_row / kSplitKeys + b : static_cast<int64_t>(b) * pieces;
+    return ((first + piece) * G + kv_head) * rows;
+  }
+};
+
 struct AttentionForward {
   AttentionShape shape;
   HeadRows q, k, v, out;
@@ -98,6 +114,7 @@ struct AttentionForward {
   float c;        // |scale| log2(e), above 0
   bool negative;  // whether the scale is
   bool wide;      // whether rows of out begin at multiples of 16 bytes
+  AttentionSplit split;
 };
 
 // Defined in flash_attention_fwd.cuh and flash_attention_bwd.cuh, instantiated in flash_attention_d<HD>.cu.
@@ -191,6 +208,18 @@ struct TileCopy {
       for (int r = 0; r < ROWS; r += kStep, p += kStep * stride)
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) copy(tile, p, r, g, row + r < rows ? size[g] : 0);
+    }
+  }
+  // The same of rows that lie anywhere: row i at from(i).
+  template<class F>
+  __device__ __forceinline__ void start_rows(uint32_t tile, F&& from, int rows, int width) const {
+#pragma unroll 1
+    for (int r = 0; r < ROWS; r += kStep) {
+      const bool exists = row + r < rows;
+      const auto* p = from(exists ? row + r : 0) + chunk * 8;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g)
+        copy(tile, p, r, g, exists && (chunk + g * kAcross) * 8 < width ? 16 : 0);
     }
   }
   template<class T>

@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(BackwardTiles<HD, KEYS, TERMS>::kThreads,
       const auto sees = [&](int i, int key, int h) {
         if (key >= kept.seq.Tk || !band.sees(i, key)) return false;
         return !TERMS ||
-               !Pairs<KEYS, MT, N>{a.terms, kept.seq.Tq, kept.seq.Tk, kept.b, h, 0, 0}.hides(i,
+               !Pairs<KEYS, MT, N>{a.terms, kept.seq.Tq, kept.seq.Tk, kept.b, h, 0, 0}.hides(h, i,
                                                                                              key);
       };
 #pragma unroll 1

@@ -18,14 +18,21 @@ __device__ __forceinline__ float tanh_near(float x) {
   return 1.0f - 2.0f / (1.0f + exp2_fast(2.0f * kLog2e * x));
 }
 
-template<bool KEYS, int MT, int N>
+// PACKED: row r is query r / group of head h + r % group.
+template<bool KEYS, int MT, int N, bool PACKED = false>
 struct Pairs {
   const AttentionTerms& terms;
   int Tq, Tk, b, h;
   int row, column;  // of this lane: its first
+  int group = 1;
 
   __device__ __forceinline__ int query(int m, int j, int r) const {
-    return KEYS ? column + 8 * j + r % 2 : row + 16 * m + r / 2 * 8;
+    if (KEYS) return column + 8 * j + r % 2;
+    const int of = row + 16 * m + r / 2 * 8;
+    return PACKED ? of / group : of;
+  }
+  __device__ __forceinline__ int head(int m, int r) const {
+    return PACKED ? h + (row + 16 * m + r / 2 * 8) % group : h;
   }
   __device__ __forceinline__ int key(int m, int j, int r) const {
     return KEYS ? row + 16 * m + r / 2 * 8 : column + 8 * j + r % 2;
@@ -40,9 +47,9 @@ struct Pairs {
         for (int r = 0; r < 4; ++r) f(m, j, r);
   }
 
-  __device__ __forceinline__ int64_t bias_row(int i, int j) const {
+  __device__ __forceinline__ int64_t bias_at(int of, int i, int j) const {
     const int64_t* stride = terms.bias_stride;
-    return b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3];
+    return b * stride[0] + of * stride[1] + i * stride[2] + j * stride[3];
   }
   template<class B>
   __device__ __forceinline__ void add_bias(float (&x)[MT][N / 8][4], const B* bias) const {
@@ -50,7 +57,7 @@ struct Pairs {
       const int i = query(m, j, r), k = key(m, j, r);
       if (i >= Tq || k >= Tk) return;
       // -inf hides whatever the product is.
-      const float y = load_as<float>(bias[bias_row(i, k)]);
+      const float y = load_as<float>(bias[bias_at(head(m, r), i, k)]);
       x[m][j][r] = y == -INFINITY ? y : x[m][j][r] + y;
     });
   }
@@ -83,21 +90,21 @@ struct Pairs {
         add_bias(x, static_cast<const double*>(a.bias));
     }
     if (a.alibi) {
-      const float slope = alibi_slope();
       for_each([&](int m, int j, int r) {
-        x[m][j][r] -= slope * distance(query(m, j, r), key(m, j, r));
+        x[m][j][r] -= alibi_slope(head(m, r)) * distance(query(m, j, r), key(m, j, r));
       });
     }
   }
-  __device__ __forceinline__ float alibi_slope() const {
-    return terms.alibi[b * terms.alibi_batch + h * terms.alibi_head];
+  __device__ __forceinline__ float alibi_slope(int of) const {
+    return terms.alibi[b * terms.alibi_batch + of * terms.alibi_head];
   }
   __device__ __forceinline__ float distance(int i, int j) const {
     return fabsf(static_cast<float>(i + Tk - Tq - j));
   }
   // Whether the bias hides a pair that exists.
-  __device__ __forceinline__ bool hides(int i, int j) const {
-    return terms.bias && load_one<float>(terms.bias, terms.bias_type, bias_row(i, j)) == -INFINITY;
+  __device__ __forceinline__ bool hides(int of, int i, int j) const {
+    return terms.bias &&
+           load_one<float>(terms.bias, terms.bias_type, bias_at(of, i, j)) == -INFINITY;
   }
 
   // One bit for each element of this lane, in the order of for_each: whether it is dropped.
@@ -126,7 +133,8 @@ struct Pairs {
         } else {
           // Two lanes next to each other have the four keys of a counter, in two rows: each computes one.
           const bool odd = lane & 1;
-          const Philox4 x = philox(seed, key(m, j, 0) / 4, query(m, j, odd ? 2 : 0), h, b);
+          const int mine = odd ? 2 : 0;
+          const Philox4 x = philox(seed, key(m, j, 0) / 4, query(m, j, mine), head(m, mine), b);
           const uint32_t first = exchange(odd ? x.v[0] : x.v[2], 1);
           const uint32_t second = exchange(odd ? x.v[1] : x.v[3], 1);
           word[0] = odd ? first : x.v[0];

@@ -4,7 +4,93 @@ import pytest
 import torch
 import trainwright as tw
 from attention_cases import INF, NAN, qkv, with_lse
-from numerics import assert_within_rule
+from numerics import (
+    assert_within_rule,
+    backends_for_tests,
+    check_compile,
+    check_layouts,
+    check_opcheck,
+    check_reference,
+    interpreted,
+    same_bits,
+)
+
+BACKENDS = backends_for_tests(tw.merge_attention)
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def reference(out_a, lse_a, out_b, lse_b):
+    lse = torch.logaddexp(lse_a, lse_b)
+    a, b = ((x - lse).exp().transpose(1, 2)[..., None] for x in (lse_a, lse_b))
+    out = torch.where(a == 0, 0.0, a * out_a) + torch.where(b == 0, 0.0, b * out_b)
+    wide = FP64 if out_a.dtype == FP64 else FP32
+    return out.to(torch.promote_types(out_a.dtype, out_b.dtype)), lse.to(wide)
+
+
+def parts(shape, a=FP32, b=FP32):
+    B, T, H, _ = shape
+    wide = FP64 if FP64 in (a, b) else FP32
+    lse = [2 * torch.randn(B, H, T, dtype=FP64) for _ in "ab"]
+    lse = [x.to(wide) for x in lse]
+    return {
+        "out_a": torch.randn(shape, dtype=FP64).to(a), "lse_a": lse[0],
+        "out_b": torch.randn(shape, dtype=FP64).to(b), "lse_b": lse[1],
+    }  # fmt: skip
+
+
+# The interpreter is slow: there, the dtypes of a ring and no others.
+PAIRS = [(FP32, FP32), (FP32, BF16), (BF16, BF16), (FP16, FP16), (BF16, FP16), (FP64, FP64)]
+TABLE = [
+    pytest.param(shape, *pair, backend, id=f"{shape[3]}-{str(pair[0])[6:]}-{str(pair[1])[6:]}-{backend}")
+    for backend in BACKENDS
+    for shape in ((2, 5, 3, 64), (1, 20, 2, 13), (1, 30, 2, 200))
+    for pair in (PAIRS[1:2] if interpreted(backend) else PAIRS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "a", "b", "backend"), TABLE)
+def test_matches_reference(shape, a, b, backend):
+    check_reference(tw.merge_attention, reference, parts(shape, a, b), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_what_is_asked_for(backend):
+    inputs = parts((1, 4, 2, 8))
+    leaves = {n: x.requires_grad_(n != "lse_b") for n, x in inputs.items()}
+    out, lse = tw.merge_attention(**leaves, backend=backend)
+    whole = torch.autograd.grad(
+        (out.sum() + lse.sum()), [leaves[n] for n in ("out_a", "lse_a", "out_b")]
+    )
+    for n, expected in zip(("out_a", "lse_a", "out_b"), whole):
+        one = {m: x.detach().requires_grad_(m == n) for m, x in inputs.items()}
+        out, lse = tw.merge_attention(**one, backend=backend)
+        assert same_bits(torch.autograd.grad(out.sum() + lse.sum(), one[n])[0], expected)
+    (alone,) = torch.autograd.grad(
+        tw.merge_attention(**leaves, backend=backend)[1].sum(), leaves["lse_a"]
+    )
+    torch.testing.assert_close(alone, torch.sigmoid(leaves["lse_a"] - leaves["lse_b"]).detach())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layouts(backend):
+    check_layouts(tw.merge_attention, parts((1, 4, 2, 8)), backend=backend)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 4), (1, 0, 2, 4), (1, 3, 2, 0)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_to_merge(shape, backend):
+    inputs = parts(shape)
+    out, lse = tw.merge_attention(**inputs, backend=backend)
+    torch.testing.assert_close(lse, torch.logaddexp(inputs["lse_a"], inputs["lse_b"]))
+    assert out.shape == shape
+
+
+def test_compile_and_opcheck():
+    inputs = parts((1, 4, 2, 8), FP32, BF16)
+    check_compile(tw.merge_attention, inputs)
+    check_opcheck(torch.ops.trainwright.merge_attention_fwd.default, *inputs.values())
+    arguments = (torch.randn(1, 4, 2, 8), None, *inputs.values(), [True] * 4)
+    check_opcheck(torch.ops.trainwright.merge_attention_bwd.default, *arguments)
 
 
 def test_merge_of_split_keys_is_the_whole():
@@ -15,26 +101,33 @@ def test_merge_of_split_keys_is_the_whole():
     torch.testing.assert_close(tw.merge_attention(*a, *b), whole)
 
 
-def test_merge_with_nothing():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_merge_with_nothing(backend):
     out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 2, 3)
     none, never = torch.full_like(out, NAN), torch.full_like(lse, -INF)
-    merged, merged_lse = tw.merge_attention(out, lse, none, never)
+    merged, merged_lse = tw.merge_attention(out, lse, none, never, backend=backend)
     torch.testing.assert_close((merged, merged_lse), (out, lse))
     leaves = [x.clone().requires_grad_() for x in (none, never, none, never)]
-    merged, merged_lse = tw.merge_attention(*leaves)
+    merged, merged_lse = tw.merge_attention(*leaves, backend=backend)
     assert (merged == 0).all() and (merged_lse == -INF).all()
     grads = torch.autograd.grad(merged.sum(), leaves)
     assert all((g == 0).all() for g in grads)
 
 
-def test_merge_gradcheck():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_merge_gradcheck(backend):
     shapes = ((1, 3, 2, 4), (1, 2, 3)) * 2
     values = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
-    assert torch.autograd.gradcheck(tw.merge_attention, values)
-    assert torch.autograd.gradgradcheck(tw.merge_attention, values, fast_mode=True)
+
+    def op(*args):
+        return tw.merge_attention(*args, backend=backend)
+
+    assert torch.autograd.gradcheck(op, values, fast_mode=True)
+    assert torch.autograd.gradgradcheck(op, values, fast_mode=True)
 
 
-def test_merge_gradients_beside_a_part_with_nothing():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_merge_gradients_beside_a_part_with_nothing(backend):
     out_a, out_b = (
         torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)
     )
@@ -43,7 +136,7 @@ def test_merge_gradients_beside_a_part_with_nothing():
     lse_b[..., 1] = -INF
     lse_b.requires_grad_()
     leaves = (out_a, lse_a, out_b, lse_b)
-    out, lse = tw.merge_attention(*leaves)
+    out, lse = tw.merge_attention(*leaves, backend=backend)
     upstream = torch.randn_like(out)
     grads = torch.autograd.grad((out, lse), leaves, (upstream, torch.ones_like(lse)))
     assert all(g.isfinite().all() for g in grads)

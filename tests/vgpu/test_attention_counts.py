@@ -82,6 +82,41 @@ def test_counts(D, causal, counters):
     assert found == set(ideal)
 
 
+def kernel_named(counters, name):
+    (kernel,) = (k for k in counters if name in k.name)
+    return kernel
+
+
+@pytest.mark.parametrize("D", [64, 256])
+def test_split_keys_are_read_once(D, counters):
+    """By one block of threads for all query heads that share them; parts are written and read once, in fp32."""
+    Tk, H, G, pieces = 1600, 8, 2, 4
+    q, k, v = (torch.randn(1, *n, D).to(BF16) for n in ((1, H), (Tk, G), (Tk, G)))
+    vgpu_backend.op("flash_attention_fwd")(q, k, v, *options(D**-0.5, 0))
+    row, part = 2 * D, 4 * D + 4
+    ideal = G * 2 * Tk * row + pieces * H * (row + part)
+    split, merge = (kernel_named(counters, n) for n in ("Lb1ELb1E", "merge_kernel"))
+    assert len(list(counters)) == 2 and ideal <= split.global_bytes <= MOST_BYTES * ideal
+    # The lse of the parts are read twice: to find the largest, and the weights.
+    assert merge.global_bytes <= H * (pieces * (part + 8) + row + 4)
+    for kernel in (split, merge):
+        assert kernel.bank_conflicts == 0, kernel.name
+    assert split.sector_efficiency >= 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_merge_attention_bytes(dtype, counters):
+    T, H, D = 64, 4, 64
+    out, lse = torch.randn(1, T, H, D), torch.randn(1, H, T)
+    parts = out, lse, out.to(dtype), lse
+    vgpu_backend.op("merge_attention_fwd")(*parts)
+    vgpu_backend.op("merge_attention_bwd")(out, lse, *parts, [True] * 4)
+    forward, backward = counters
+    rows, a, b = T * H, 4 * D, dtype.itemsize * D
+    assert forward.global_bytes == rows * (2 * a + b + 12)
+    assert backward.global_bytes == rows * (3 * a + 2 * b + 20)
+
+
 @pytest.mark.parametrize("D", TILES)
 def test_issue_slots_of_the_main_loop(D, counters):
     """What more keys cost a block of queries, for each tensor-core instruction."""

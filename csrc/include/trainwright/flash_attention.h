@@ -26,4 +26,24 @@ struct Band {
   TW_HD bool sees(int64_t i, int64_t n) const { return begin(i) <= n && n < end(i); }
 };
 
+// Few queries leave a GPU idle unless their keys are divided among more blocks of threads. Queries of the heads that
+// share keys then make one tile of at most kSplitRows rows, and the keys they see are cut at multiples of
+// kSplitKeys; merge_attention.h puts the parts together. Whether a sequence is split depends on its shape and band
+// alone, and where it is cut on nothing: neither the batch nor the device changes a bit of a result.
+constexpr int kSplitRows = 64, kSplitKeys = 512;
+
+struct Pieces {
+  int64_t first, last;  // number n holds the keys from n * kSplitKeys on
+
+  static TW_HD Pieces of(const Band& band) {
+    if (band.Tq <= 0) return {0, 0};
+    return {band.begin(0) / kSplitKeys, (band.end(band.Tq - 1) + kSplitKeys - 1) / kSplitKeys};
+  }
+  static TW_HD bool split(const Band& band, int group) {
+    if (band.Tq * group > kSplitRows) return false;
+    const Pieces p = of(band);
+    return p.last - p.first > 1;
+  }
+};
+
 TW_END

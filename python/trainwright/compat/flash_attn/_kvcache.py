@@ -50,7 +50,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: (B,) which row of the cache each q belongs to; not with `block_table`.
         cache_leftpad: (B,) first position of the cache that counts; not with `block_table`.
         block_table: (B, blocks per sequence): where the pages of each sequence are.
-        num_splits: accepted; has no influence on the result.
+        num_splits: accepted; keys are divided by the shape of the call alone, so it has no influence.
         softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes: as in `flash_attn_func`.
 
     Returns:
