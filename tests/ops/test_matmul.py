@@ -97,24 +97,24 @@ def test_any_split_gives_the_exact_sum_of_integers(split_k, dtype):
         assert torch.equal(got, (a @ b).to(dtype))
 
 
-def test_split_sums_round_once():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_split_sums_round_once(backend):
     """Partial sums in bf16 lose everything where they cancel; kept in fp32 they are exact here."""
     a = torch.tensor([[256.0, 1.0, -256.0, 1.0]], dtype=torch.bfloat16)
-    for backend in BACKENDS:
-        assert tw.matmul(a, torch.ones(4, 1).bfloat16(), split_k=2, backend=backend).item() == 2.0
+    assert tw.matmul(a, torch.ones(4, 1).bfloat16(), split_k=2, backend=backend).item() == 2.0
 
 
-def test_gradient_of_a_broadcast_argument_rounds_once():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_of_a_broadcast_argument_rounds_once(backend):
     """Summed in bf16, 256 + 1 + 1 would be 256."""
     a = torch.tensor([256.0, 1.0, 1.0]).bfloat16().view(3, 1, 1)
     b = torch.ones(1, 1, 1).bfloat16().expand(3, 1, 1)
     w = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    for backend in BACKENDS:
-        (grad,) = torch.autograd.grad(tw.matmul(a * b, w, backend=backend).sum(), w)
-        assert grad.item() == 258.0
-        v = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-        (grad,) = torch.autograd.grad(tw.matmul(v, a, backend=backend).sum(), v)
-        assert grad.item() == 258.0
+    (grad,) = torch.autograd.grad(tw.matmul(a * b, w, backend=backend).sum(), w)
+    assert grad.item() == 258.0
+    v = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    (grad,) = torch.autograd.grad(tw.matmul(v, a, backend=backend).sum(), v)
+    assert grad.item() == 258.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
