@@ -7,10 +7,15 @@ import triton
 import triton.language as tl
 from trainwright.kernels._cast import cast
 from trainwright.kernels._tl import philox_block
-from trainwright.ops._optimizer_formats import SIGNED_RANGE, UNSIGNED_RANGE
+from trainwright.ops import _optimizer_formats as formats
 
-_SIGNED_RANGE = tl.constexpr(SIGNED_RANGE)
-_UNSIGNED_RANGE = tl.constexpr(UNSIGNED_RANGE)
+_UNIT, _FULL = tl.constexpr(formats.BLOCK8_UNIT), tl.constexpr(formats.BLOCK8_FULL)
+_FULL_BITS = tl.constexpr(0x3F7C0000)
+_SIGNED_ROOT, _UNSIGNED_ROOT = (
+    tl.constexpr(formats.SIGNED_ROOT),
+    tl.constexpr(formats.UNSIGNED_ROOT),
+)
+_TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to a whole number
 
 
 @triton.jit
@@ -116,19 +121,29 @@ def bf16_state(x, words, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def _inverse_root(code, SIGNED: tl.constexpr):
+    """What has the root `code`, a whole float that is not negative; 0 for 0, whose bits would wrap."""
+    if SIGNED:
+        return _float((tl.maximum(_bits(code), _SIGNED_ROOT) - _SIGNED_ROOT) << 1)
+    else:
+        return _float((tl.maximum(_bits(code), _UNSIGNED_ROOT) - _UNSIGNED_ROOT) << 2)
+
+
+@triton.jit
 def block8_value(code, scale, SIGNED: tl.constexpr):
     """fp32 values of a tile of codes."""
-    c = code.to(tl.float32)
+    w = code.to(tl.float32)
+    unit = (scale * _UNIT)[:, None]
     if SIGNED:
-        return c * tl.abs(c) * tl.div_rn(scale, _SIGNED_RANGE)[:, None]
+        y = _inverse_root(tl.abs(w), SIGNED)
+        return _float(_bits(y) | (_bits(w) & 0x80000000)) * unit
     else:
-        return (c * c) * (c * c) * tl.div_rn(scale, _UNSIGNED_RANGE)[:, None]
+        return _inverse_root(w, SIGNED) * unit
 
 
 @triton.jit
 def block8_encode(x, words, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
     """(codes, scales) of a tile of fp32 values."""
-    FULL: tl.constexpr = _SIGNED_RANGE if SIGNED else _UNSIGNED_RANGE
     magnitude = tl.abs(x)
     # As integers magnitudes have the same order, with NaN above infinity.
     top = tl.max(magnitude.to(tl.int32, bitcast=True), axis=1)
@@ -137,31 +152,17 @@ def block8_encode(x, words, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
     scale = tl.where(largest == 0.0, 0.0, scale)
     scale = tl.where(top < 0x7F800000, scale, float("nan"))
     filled = scale > 0.0
-    full = tl.full(scale.shape, FULL, tl.float32)
+    full = tl.full(scale.shape, _FULL, tl.float32)
     inverse = tl.where(filled, tl.div_rn(full, tl.where(filled, scale, 1.0)), 0.0)
-    y = magnitude * inverse[:, None]
-    if SIGNED:
-        y = tl.where(y < FULL, y, FULL)  # NaN too
-        t = tl.sqrt_rn(y)
-    else:
-        y = tl.sqrt_rn(y)
-        y = tl.where(y < 65025.0, y, 65025.0)
-        t = tl.sqrt_rn(y)
+    y = tl.minimum(_bits(magnitude * inverse[:, None]), _FULL_BITS)  # NaN is above it
+    w = _float((y >> 1) + _SIGNED_ROOT if SIGNED else (y >> 2) + _UNSIGNED_ROOT)
     if STOCHASTIC:
-        low = tl.floor(t)
+        w = tl.floor(w)
+        a, b = _inverse_root(w, SIGNED), _inverse_root(w + 1.0, SIGNED)
         noise = _state_noise(words, SIGNED).to(tl.float32)
-        if SIGNED:
-            up = noise * (low + low + 1.0) < (y - low * low) * 65536.0
-        else:
-            a = low * low
-            b = (low + 1.0) * (low + 1.0)
-            up = noise * ((b - a) * (b + a)) < (y - a) * (y + a) * 65536.0
-        code = low + tl.where(up, 1.0, 0.0)
-    else:
-        code = tl.floor(t + 0.5)
+        w = tl.where(noise * (b - a) < (_float(y) - a) * 65536.0, w + 1.0, w)
+    code = _bits(w + _TO_WHOLE).to(tl.int32) - 0x4B400000
     if SIGNED:
-        code = _float(_bits(code) | (_bits(x) & 0x80000000))
-        return code.to(tl.int8), scale
+        return tl.where(_bits(x) >> 31 != 0, -code, code).to(tl.int8), scale
     else:
-        code = tl.where((x != 0.0) & (code < 1.0), 1.0, code)
-        return code.to(tl.uint8), scale
+        return tl.maximum(code, tl.minimum(_bits(x), 1).to(tl.int32)).to(tl.uint8), scale

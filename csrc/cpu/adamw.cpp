@@ -6,40 +6,28 @@
 // Bound: memory bandwidth.
 //
 // build: no fused multiply-add
-#include "cpu/adam_family.h"
+#include "trainwright/adamw.h"
 
-namespace tw {
-// lr, beta1, beta2, eps, weight decay, maximize
-constexpr OptimizerInfo kAdamW = adam_family(6);
-}  // namespace tw
+#include "cpu/adam_family.h"
 
 TW_DECLARE_KERNEL(adamw, OptimizerArgs)
 
 #ifdef TW_CPU_ISA
 
-#include "trainwright/adamw.h"
-
 TW_BEGIN
 namespace {
 
-struct AdamWRule {
-  template<class A>
-  static AdamWScalars<A> scalars(const OptimizerRow& r) {
-    const double* h = r.hyper;
-    return adamw_scalars<A>(h[0], h[1], h[2], h[3], h[4], r.step,
-                            h[5] != 0.0 ? -r.multiplier : r.multiplier);
-  }
+struct AdamWRule : AdamW {
   template<class A, class S, class P, class G, class T>
   static void run(const S& s, int flags, int64_t n, P p, G g, const T* states) {
-    adam_run<A>(flags, n, p, g, states, [s](auto x, auto grad, auto& m, auto& v, auto largest) {
-      return adamw_update(x, grad, m, v, s, largest);
-    });
+    adam_run<A>(s, flags, n, p, g, states,
+                [m = s.multiplier](auto, auto grad) { return grad * m; });
   }
 };
 
 }  // namespace
 
-void adamw(const OptimizerArgs& a) { run_optimizer<AdamWRule>(kAdamW, a); }
+void adamw(const OptimizerArgs& a) { run_optimizer<AdamWRule>(a); }
 
 TW_END
 
@@ -47,6 +35,6 @@ TW_END
 
 #include "cpu/optimizer_binding.h"
 
-TW_OPTIMIZER_BINDINGS(adamw, kAdamW)
+TW_OPTIMIZER_BINDINGS(adamw, AdamW::info)
 
 #endif

@@ -6,28 +6,16 @@
 // Bytes per parameter: fp32 40. Bound: memory bandwidth.
 //
 // build: no fused multiply-add
-#include "cpu/optimizer.h"
+#include "trainwright/lamb.h"
 
-namespace tw {
-// lr, beta1, beta2, eps, weight decay, maximize; states: m, v
-constexpr OptimizerInfo kLamb = {6, 2, {{true, 0}, {false, 0}}};
-}  // namespace tw
+#include "cpu/optimizer.h"
 
 TW_DECLARE_KERNEL(lamb, OptimizerArgs)
 
 #ifdef TW_CPU_ISA
 
-#include "trainwright/lamb.h"
-
 TW_BEGIN
 namespace {
-
-template<class A>
-LambScalars<A> scalars(const OptimizerRow& r) {
-  const double* h = r.hyper;
-  return lamb_scalars<A>(h[1], h[2], h[3], h[4], r.step,
-                         h[5] != 0.0 ? -r.multiplier : r.multiplier);
-}
 
 // The squares of the lanes of x, added to sum in double.
 inline void add_squares(vec<double>& sum, vf x) {
@@ -41,9 +29,9 @@ inline void add_squares(vec<double>& sum, vec<double> x) { sum += x * x; }
 template<class A>
 void first_pass(const OptimizerArgs& a, const OptimizerRow& r, int64_t begin, int64_t end,
                 double* squares) {
-  const LambScalars<A> s = scalars<A>(r);
+  const LambScalars<A> s = scalars_of<Lamb, A>(r);
   vec<double> p_sum = {}, u_sum = {};
-  Tile<A> t(kLamb, r, a.seed);
+  Tile<A> t(Lamb::info, r, a.seed);
   for_tiles(t, begin, end, true, [&](int64_t n) {
     for_lanes<A>(n, [&](int64_t i, auto k) {
       vec<A> m = vload<A>(t.s[0] + i, k), v = vload<A>(t.s[1] + i, k);
@@ -67,8 +55,8 @@ void first_pass(const OptimizerArgs& a, const OptimizerRow& r, int64_t begin, in
 template<class A>
 void second_pass(const OptimizerArgs& a, const OptimizerRow& r, int64_t begin, int64_t end,
                  double rate) {
-  const LambScalars<A> s = scalars<A>(r);
-  Tile<A> t(kLamb, r, a.seed);
+  const LambScalars<A> s = scalars_of<Lamb, A>(r);
+  Tile<A> t(Lamb::info, r, a.seed);
   for_tiles(t, begin, end, !a.lost, [&](int64_t n) {
     if (a.lost) t.remember();
     for_lanes<A>(n, [&](int64_t i, auto k) {
@@ -113,6 +101,6 @@ TW_END
 
 #include "cpu/optimizer_binding.h"
 
-TW_OPTIMIZER_BINDINGS(lamb, kLamb)
+TW_OPTIMIZER_BINDINGS(lamb, Lamb::info)
 
 #endif

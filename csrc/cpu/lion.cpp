@@ -3,41 +3,32 @@
 // Bytes per parameter: fp32 20, all bf16 10. Bound: memory bandwidth.
 //
 // build: no fused multiply-add
-#include "cpu/optimizer.h"
+#include "trainwright/lion.h"
 
-namespace tw {
-// lr, beta1, beta2, weight decay, maximize; state: m
-constexpr OptimizerInfo kLion = {5, 1, {{true, 0}}};
-}  // namespace tw
+#include "cpu/optimizer.h"
 
 TW_DECLARE_KERNEL(lion, OptimizerArgs)
 
 #ifdef TW_CPU_ISA
 
-#include "trainwright/lion.h"
-
 TW_BEGIN
 namespace {
 
-struct LionRule {
-  template<class A>
-  static LionScalars<A> scalars(const OptimizerRow& r) {
-    const double* h = r.hyper;
-    return lion_scalars<A>(h[0], h[1], h[2], h[3], h[4] != 0.0 ? -r.multiplier : r.multiplier);
-  }
+struct LionRule : Lion {
   template<class A, class S, class P, class G, class T>
   static void run(const S& s, int, int64_t n, P p, G g, const T* states) {
-    for_lanes<A>(n, [&](int64_t i, auto k) {
-      vec<A> m = vload<A>(states[0] + i, k);
-      vstore<A>(p + i, lion_update(vload<A>(p + i, k), vload<A>(g + i, k), m, s), k);
-      vstore<A>(states[0] + i, m, k);
+    for_operands<A, P, G, T>(n, [=, sm = states[0]](int64_t i, auto k) {
+      auto x = vload<A>(p + i, k), grad = vload<A>(g + i, k), m = vload<A>(sm + i, k);
+      each([s](auto& x, auto& grad, auto& m) { x = lion_update(x, grad, m, s); }, x, grad, m);
+      vstore<A>(p + i, x, k);
+      vstore<A>(sm + i, m, k);
     });
   }
 };
 
 }  // namespace
 
-void lion(const OptimizerArgs& a) { run_optimizer<LionRule>(kLion, a); }
+void lion(const OptimizerArgs& a) { run_optimizer<LionRule>(a); }
 
 TW_END
 
@@ -45,6 +36,6 @@ TW_END
 
 #include "cpu/optimizer_binding.h"
 
-TW_OPTIMIZER_BINDINGS(lion, kLion)
+TW_OPTIMIZER_BINDINGS(lion, Lion::info)
 
 #endif

@@ -8,32 +8,18 @@
 // any strides are matched by logical index, and nothing outside a view is touched. The common formats
 // of contiguous bf16 parameters need no buffers: the update loop converts in registers (`direct`).
 //
-// An op is an OptimizerInfo and a Rule:
-//   template<class A> static auto scalars(const OptimizerRow&)   what a tensor's elements share
+// An op is a Rule, the struct of its header (trainwright/optimizer.h) and
 //   template<class A, class S, class P, class G, class T>
 //   static void run(const S& scalars, int flags, int64_t n, P p, G g, const T* states)
 //                                                updates p and the states; one that is missing is null
 #pragma once
 #include "cpu/kernel.h"
 #include "trainwright/blocks.h"
+#include "trainwright/optimizer.h"
 #include "trainwright/state_format.h"
 #include "trainwright/strided.h"
 
 namespace tw {
-
-constexpr int kMaxStates = 3;
-
-struct OptimizerInfo {
-  int hyper;   // numbers per group
-  int states;  // most that a tensor may have
-  struct {
-    bool is_signed;
-    int flag;  // its bit of TensorSpec::flags; 0: every tensor has it
-  } state[kMaxStates];
-  constexpr bool has(int s, int flags) const {
-    return s < states && (state[s].flag == 0 || (state[s].flag & flags) != 0);
-  }
-};
 
 struct OptimizerRow {
   void *param, *master, *state[kMaxStates];
@@ -44,7 +30,7 @@ struct OptimizerRow {
   DType dtype, grad_dtype;
   TensorSpec spec;
   const double* hyper;
-  double step, multiplier;  // the latter negative to maximise
+  double step, multiplier;
 };
 struct OptimizerArgs {
   const OptimizerRow* rows;
@@ -57,6 +43,7 @@ struct OptimizerArgs {
 }  // namespace tw
 
 #ifdef TW_CPU_ISA
+#include <utility>
 
 #include "cpu/optimizer_formats.h"
 
@@ -127,11 +114,6 @@ class Tile {
                  : nullptr;
     open_parameter();
     g = open_values(const_cast<void*>(r_.grad), r_.grad_dtype, r_.grad_layout, grad_);
-    open_states();
-  }
-  void open_only_states(int64_t begin, int64_t n) {  // of a parameter that is rounded to nearest
-    begin_ = begin;
-    n_ = n;
     open_states();
   }
   void open_states() {
@@ -266,61 +248,125 @@ void for_tiles(Tile<A>& tile, int64_t begin, int64_t end, bool whole, F&& body) 
   }
 }
 
+template<class Rule, class A>
+auto scalars_of(const OptimizerRow& r) {
+  const double multiplier = signed_multiplier(r.hyper[Rule::info.hyper - 1], r.multiplier);
+  return Rule::template scalars<A>(r.hyper, r.step, multiplier);
+}
+
 // Whether the update loop itself reads and writes the parameter and the gradient in their formats,
-// which takes no buffers: contiguous bf16, rounded to nearest.
+// which takes no buffers: contiguous and rounded to nearest, both bf16, or both fp32 with 8-bit states.
 inline bool direct(const OptimizerRow& r) {
-  return r.dtype == DType::bf16 && r.grad_dtype == DType::bf16 && !r.spec.stochastic &&
-         contiguous(r);
+  const bool kept =
+      r.dtype == DType::bf16 || (r.dtype == DType::f32 && r.spec.state == StateFormat::block8);
+  return kept && r.grad_dtype == r.dtype && !r.spec.stochastic && contiguous(r);
 }
+// Calls f(parameter, gradient).
 template<class F>
-void with_direct_parameter(const OptimizerRow& r, F&& f) {
+void with_direct_operands(const OptimizerRow& r, F&& f) {
+  if (r.dtype == DType::f32)
+    return f(static_cast<float*>(r.param), static_cast<const float*>(r.grad));
   bf16* p = static_cast<bf16*>(r.param);
-  r.spec.master == MasterFormat::f32 ? f(WithMaster{p, static_cast<float*>(r.master)})
+  const bf16* g = static_cast<const bf16*>(r.grad);
+  r.spec.master == MasterFormat::f32 ? f(WithMaster{p, static_cast<float*>(r.master)}, g)
   : r.spec.master == MasterFormat::split16
-      ? f(Split16{static_cast<uint16_t*>(r.param), static_cast<uint16_t*>(r.master)})
-      : f(p);
+      ? f(Split16{static_cast<uint16_t*>(r.param), static_cast<uint16_t*>(r.master)}, g)
+      : f(p, g);
 }
-// fp32 or bf16 states, where they lie.
+// fp32 or bf16 states, where they lie. The parameter is bf16.
 template<class Rule, class T, class S>
-void direct_block(const OptimizerInfo& info, const OptimizerRow& r, const S& scalars, int64_t begin,
-                  int64_t end) {
-  T* states[kMaxStates];
-  for (int i = 0; i < kMaxStates; ++i)
-    states[i] = info.has(i, r.spec.flags) ? static_cast<T*>(r.state[i]) + begin : nullptr;
-  with_direct_parameter(r, [&](auto p) {
-    Rule::template run<float>(scalars, r.spec.flags, end - begin, p + begin,
-                              static_cast<const bf16*>(r.grad) + begin, states);
+void direct_block(const OptimizerRow& r, const S& scalars, int64_t begin, int64_t end) {
+  const auto run = [&](auto p, const bf16* g, auto none) {  // `none`: of the type that gives states
+    decltype(none) states[kMaxStates];
+    for (int i = 0; i < kMaxStates; ++i)
+      states[i] = Rule::info.has(i, r.spec.flags)
+                      ? decltype(none){static_cast<T*>(r.state[i]) + begin}
+                      : decltype(none){};
+    Rule::template run<float>(scalars, r.spec.flags, end - begin, p + begin, g + begin, states);
+  };
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (r.spec.master == MasterFormat::none)
+      return run(OnlyBf16{static_cast<bf16*>(r.param)}, static_cast<const bf16*>(r.grad),
+                 OnlyBf16{});
+  }
+  with_direct_operands(r, [&](auto p, auto g) {
+    if constexpr (std::is_same_v<decltype(g), const bf16*>) run(p, g, static_cast<T*>(nullptr));
   });
 }
-// 8-bit states, through buffers of their own.
-template<class Rule, class S>
-void direct_block8(const OptimizerInfo& info, const OptimizerRow& r, const S& scalars,
-                   int64_t begin, int64_t end) {
-  Tile<float> t(info, r, 0);
-  for (int64_t i = begin; i < end; i += kTile) {
-    const int64_t n = kTile < end - i ? kTile : end - i;
-    t.open_only_states(i, n);
-    with_direct_parameter(r, [&](auto p) {
-      Rule::template run<float>(scalars, r.spec.flags, n, p + i,
-                                static_cast<const bf16*>(r.grad) + i, t.s);
+
+// Calls f(the number of a state, as a type) for the states that a tensor has.
+template<class Rule, class F, int... I>
+void for_states(int flags, F&& f, std::integer_sequence<int, I...>) {
+  ((Rule::info.has(I, flags) ? f(std::integral_constant<int, I>{}) : void()), ...);
+}
+template<class Rule, class F>
+void for_states(int flags, F&& f) {
+  for_states<Rule>(flags, f, std::make_integer_sequence<int, Rule::info.states>{});
+}
+// 8-bit states of whole blocks. A run of codes is decoded, the update made, and a run of the block before
+// encoded: the roots and quotients of the update leave most of the processor to the conversions.
+template<class Rule, class S, class P, class G>
+void direct_blocks8(const OptimizerRow& r, const S& scalars, int64_t begin, int64_t end, P p, G g) {
+  constexpr bool pairs = in_pairs<P>;
+  constexpr int kStates = Rule::info.states;
+  using State = std::conditional_t<pairs, PairedFloats, float*>;
+  alignas(64) float values[2][kStates][kStateBlock];
+  uint8_t* codes[kStates] = {};
+  float* scales[kStates] = {};
+  float inverse[kStates] = {};
+  const int flags = r.spec.flags;
+  for_states<Rule>(flags, [&](auto s) {
+    codes[s] = static_cast<uint8_t*>(r.state[s]);
+    scales[s] = r.scale[s];
+  });
+  const auto encode = [&](auto s, const float* x, int64_t i) {
+    encode_codes<Rule::info.state[s].is_signed, pairs>(x, inverse[s], codes[s] + i);
+  };
+  int now = 0;
+  for (int64_t i = begin; i < end; i += kStateBlock, now ^= 1) {
+    float unit[kStates] = {};
+    State states[kMaxStates] = {};
+    for_states<Rule>(flags, [&](auto s) { unit[s] = block8_unit(scales[s][i / kStateBlock]); });
+    for (int64_t j = 0; j < kStateBlock; j += kCodeRun) {
+      for_states<Rule>(flags, [&](auto s) {
+        float* x = values[now][s] + j;
+        decode_codes<Rule::info.state[s].is_signed, pairs>(codes[s] + i + j, unit[s], x);
+        states[s] = State{x};
+      });
+      Rule::template run<float>(scalars, flags, kCodeRun, p + (i + j), g + (i + j), states);
+      if (i > begin)
+        for_states<Rule>(flags,
+                         [&](auto s) { encode(s, values[now ^ 1][s] + j, i + j - kStateBlock); });
+    }
+    for_states<Rule>(flags, [&](auto s) {
+      const float scale = block8_scale(bits_float(largest_bits(values[now][s], kStateBlock)));
+      inverse[s] = block8_inverse(scale);
+      scales[s][i / kStateBlock] = scale;
     });
-    t.close_states();
   }
+  if (begin < end)
+    for_states<Rule>(flags, [&](auto s) {
+      for (int64_t j = 0; j < kStateBlock; j += kCodeRun)
+        encode(s, values[now ^ 1][s] + j, end - kStateBlock + j);
+    });
 }
 
 template<class Rule, class A>
-void optimizer_block(const OptimizerInfo& info, const OptimizerArgs& a, const OptimizerRow& r,
-                     int64_t begin, int64_t end) {
-  const auto scalars = Rule::template scalars<A>(r);
+void optimizer_block(const OptimizerArgs& a, const OptimizerRow& r, int64_t begin, int64_t end) {
+  const auto scalars = scalars_of<Rule, A>(r);
   if constexpr (sizeof(A) == 4) {
     if (!a.lost && direct(r)) {
-      const StateFormat state = r.spec.state;
-      return state == StateFormat::bf16   ? direct_block<Rule, bf16>(info, r, scalars, begin, end)
-             : state == StateFormat::full ? direct_block<Rule, float>(info, r, scalars, begin, end)
-                                          : direct_block8<Rule>(info, r, scalars, begin, end);
+      if (r.spec.state == StateFormat::bf16)
+        return direct_block<Rule, bf16>(r, scalars, begin, end);
+      if (r.spec.state == StateFormat::full)
+        return direct_block<Rule, float>(r, scalars, begin, end);
+      const int64_t whole = begin + (end - begin) / kStateBlock * kStateBlock;
+      with_direct_operands(
+          r, [&](auto p, auto g) { direct_blocks8<Rule>(r, scalars, begin, whole, p, g); });
+      begin = whole;
     }
   }
-  Tile<A> t(info, r, a.seed);
+  Tile<A> t(Rule::info, r, a.seed);
   for_tiles(t, begin, end, !a.lost, [&](int64_t n) {
     if (a.lost) t.remember();
     Rule::template run<A>(scalars, r.spec.flags, n, t.p, t.g, t.s);
@@ -331,11 +377,11 @@ void optimizer_block(const OptimizerInfo& info, const OptimizerArgs& a, const Op
 }
 
 template<class Rule>
-void run_optimizer(const OptimizerInfo& info, const OptimizerArgs& a) {
+void run_optimizer(const OptimizerArgs& a) {
   for_blocks(a.blocks, [&](int64_t row, int64_t begin, int64_t end, int64_t) {
     const OptimizerRow& r = a.rows[row];
-    r.dtype == DType::f64 ? optimizer_block<Rule, double>(info, a, r, begin, end)
-                          : optimizer_block<Rule, float>(info, a, r, begin, end);
+    r.dtype == DType::f64 ? optimizer_block<Rule, double>(a, r, begin, end)
+                          : optimizer_block<Rule, float>(a, r, begin, end);
   });
 }
 

@@ -1,6 +1,8 @@
 // The torch side of the optimizers on the CPU: lists of tensors, or a table of addresses, to rows
 // (cpu/optimizer.h). The arguments are those of python/trainwright/ops/_optimizer.py.
 #pragma once
+#include <algorithm>
+
 #include "cpu/optimizer.h"
 #include "cpu/tensor_list.h"
 
@@ -8,32 +10,51 @@ namespace tw {
 
 using OptimizerKernel = void (*)(const OptimizerArgs&);
 
-// What is the same for all tensors of a call.
-struct OptimizerCall {
+// What is the same for all tensors of a call. Numbers that are NaN become the NaN that has no other bits
+// set: what comes of it in fp32 is exact in bf16 (OnlyBf16).
+class OptimizerCall {
+ public:
   const OptimizerInfo& info;
-  OptimizerKernel kernel;
-  Tensor hyper;
-  std::optional<Tensor> control, lost;
-  uint64_t seed;
 
-  bool skipped() const { return control && static_cast<const double*>(data(*control))[1] != 0.0; }
+  OptimizerCall(const OptimizerInfo& info, OptimizerKernel kernel, const Tensor& hyper,
+                const std::optional<Tensor>& control, const std::optional<Tensor>& lost,
+                int64_t seed)
+      : info(info), kernel_(kernel), lost_(lost), seed_(static_cast<uint64_t>(seed)) {
+    const auto plain = [](double x) { return x == x ? x : static_cast<double>(NAN); };
+    const double* h = static_cast<const double*>(data(hyper));
+    hyper_.resize(static_cast<size_t>(hyper.numel()));
+    std::transform(h, h + hyper.numel(), hyper_.begin(), plain);
+    if (!control) return;
+    const double* c = static_cast<const double*>(data(*control));
+    multiplier_ = plain(c[0]);
+    skipped_ = c[1] != 0.0;
+  }
+  bool skipped() const { return skipped_; }
 
   // Group, step count and multiplier of a row; raises the count.
   void begin_step(OptimizerRow& row, int64_t spec, double* step) const {
     row.spec = tensor_spec(spec);
-    row.hyper = static_cast<const double*>(data(hyper)) + info.hyper * row.spec.group;
-    row.multiplier = control ? *static_cast<const double*>(data(*control)) : 1.0;
+    row.hyper = hyper_.data() + info.hyper * row.spec.group;
+    row.multiplier = multiplier_;
     row.step = *step += 1.0;
   }
   void run(const std::vector<OptimizerRow>& rows, const Blocks& blocks) const {
     int64_t counts[2] = {0, 0};
     std::vector<double> partial(2 * static_cast<size_t>(blocks.count()));
-    kernel({rows.data(), blocks.table(), seed, lost ? counts : nullptr, partial.data()});
-    if (!lost) return;
-    double* total = static_cast<double*>(mutable_data(*lost));
+    kernel_({rows.data(), blocks.table(), seed_, lost_ ? counts : nullptr, partial.data()});
+    if (!lost_) return;
+    double* total = static_cast<double*>(mutable_data(*lost_));
     total[0] += static_cast<double>(counts[0]);
     total[1] += static_cast<double>(counts[1]);
   }
+
+ private:
+  const OptimizerKernel kernel_;
+  const std::optional<Tensor> lost_;
+  const uint64_t seed_;
+  std::vector<double> hyper_;
+  double multiplier_ = 1.0;
+  bool skipped_ = false;
 };
 
 inline void optimizer_step(const OptimizerCall& call, const std::vector<Tensor>& params,
@@ -151,13 +172,12 @@ inline void optimizer_step_by_table(const OptimizerCall& call, const Tensor& tab
                   std::vector<Tensor> steps, std::vector<int64_t> spec,                          \
                   std::vector<int64_t> offsets, Tensor hyper, std::optional<Tensor> control,     \
                   int64_t seed, std::optional<Tensor> lost) {                                    \
-    optimizer_step({info, &name, hyper, control, lost, static_cast<uint64_t>(seed)}, params,     \
-                   grads, masters, states, steps, spec, offsets);                                \
+    optimizer_step({info, &name, hyper, control, lost, seed}, params, grads, masters, states,    \
+                   steps, spec, offsets);                                                        \
   }                                                                                              \
   void name##_table_cpu(Tensor table, Tensor hyper, std::optional<Tensor> control, int64_t seed, \
                         std::optional<Tensor> lost) {                                            \
-    optimizer_step_by_table({info, &name, hyper, control, lost, static_cast<uint64_t>(seed)},    \
-                            table);                                                              \
+    optimizer_step_by_table({info, &name, hyper, control, lost, seed}, table);                   \
   }                                                                                              \
   }                                                                                              \
   }                                                                                              \

@@ -123,6 +123,29 @@ struct WithMaster {
   WithMaster operator+(int64_t i) const { return {parameter + i, master + i}; }
 };
 
+// A bf16 operand of an update that has no other: the low half of a NaN is 0 then, and rounding need not
+// look for it. The numbers that elements share are the same kind of NaN (cpu/optimizer_binding.h).
+struct OnlyBf16 {
+  bf16* x;
+  OnlyBf16 operator+(int64_t i) const { return {x + i}; }
+  explicit operator bool() const { return x; }
+};
+template<>
+inline constexpr bool in_pairs<OnlyBf16> = true;
+
+template<class A, class K>
+TW_HD auto vload(OnlyBf16 p, K k) {
+  return vload<A>(p.x, k);
+}
+template<class A, class K>
+TW_HD void vstore(OnlyBf16 p, vf x, K k) {
+  vstore<A>(p.x, x, k);
+}
+template<class A>
+TW_HD void vstore(OnlyBf16 p, EvenOdd x, Pairs) {
+  store_rounded(p.x, (vu)x.even, (vu)x.odd);
+}
+
 template<class A, class K>
 TW_HD vf vload(Split16 p, K k) {
   return split16_join(load_half(p.parameter, k), load_half(p.remainder, k));
@@ -180,7 +203,7 @@ inline void split_run(const float* master, int64_t n, uint16_t* parameter, uint1
 
 // ---- 8-bit blocks -------------------------------------------------------------------------------
 template<bool kSigned, class K>
-inline vf load_codes(const void* codes, K k) {
+inline vi load_codes(const uint8_t* codes, K k) {
   vb c = {};
   if constexpr (std::is_same_v<K, Full>)
     memcpy(&c, codes, sizeof c);
@@ -190,30 +213,150 @@ inline vf load_codes(const void* codes, K k) {
   int64_t eight;
   memcpy(&eight, &c, sizeof eight);
   const __m128i bytes = _mm_cvtsi64_si128(eight);
-  const vi wide = (vi)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+  return (vi)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
-  const vi wide = kSigned ? __builtin_convertvector((vsb)c, vi) : __builtin_convertvector(c, vi);
+  return kSigned ? __builtin_convertvector((vsb)c, vi) : __builtin_convertvector(c, vi);
 #endif
-  return __builtin_convertvector(wide, vf);
 }
 template<class K>
-inline void store_codes(void* codes, vf code, K k) {
-  const vi wide = __builtin_convertvector(code, vi);
+inline void store_codes(uint8_t* codes, vi code, K k) {
   vb c;
 #if TW_VEC_BYTES == 32
   const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
                                        0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-  const __m256i bytes = _mm256_shuffle_epi8((__m256i)wide, low);
+  const __m256i bytes = _mm256_shuffle_epi8((__m256i)code, low);
   const int64_t eight = _mm_cvtsi128_si64(
       _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
   memcpy(&c, &eight, sizeof c);
 #else
-  c = __builtin_convertvector(wide, vb);
+  c = __builtin_convertvector(code, vb);
 #endif
   if constexpr (std::is_same_v<K, Full>)
     memcpy(codes, &c, sizeof c);
   else
     memcpy(codes, &c, static_cast<size_t>(k));
+}
+// Four registers of codes, one after the other.
+template<bool kSigned>
+inline void store_codes(uint8_t* codes, vu a, vu b, vu c, vu d) {
+#if TW_VEC_BYTES == 32
+  const __m256i low = _mm256_packs_epi32((__m256i)a, (__m256i)b),  // by halves
+      high = _mm256_packs_epi32((__m256i)c, (__m256i)d);
+  const __m256i bytes = kSigned ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_permutevar8x32_epi32(bytes, order));
+#else
+  store_codes(codes, (vi)a, Full{});
+  store_codes(codes + lanes<float>, (vi)b, Full{});
+  store_codes(codes + 2 * lanes<float>, (vi)c, Full{});
+  store_codes(codes + 3 * lanes<float>, (vi)d, Full{});
+#endif
+}
+
+// Pairs (trainwright/vec.h) of codes: 16 bits for each, those of `even` in the low halves.
+typedef uint8_t pair_bytes __attribute__((vector_size(TW_VEC_BYTES / 2)));
+typedef int8_t signed_pair_bytes __attribute__((vector_size(TW_VEC_BYTES / 2)));
+typedef int16_t signed_halves __attribute__((vector_size(TW_VEC_BYTES)));
+template<bool kSigned>
+inline vu load_code_pairs(const uint8_t* codes) {
+  pair_bytes c;
+  memcpy(&c, codes, sizeof c);
+#if TW_VEC_BYTES == 64
+  return (vu)(kSigned ? _mm512_cvtepi8_epi16((__m256i)c) : _mm512_cvtepu8_epi16((__m256i)c));
+#elif TW_VEC_BYTES == 32
+  return (vu)(kSigned ? _mm256_cvtepi8_epi16((__m128i)c) : _mm256_cvtepu8_epi16((__m128i)c));
+#else
+  if constexpr (kSigned) return (vu) __builtin_convertvector((signed_pair_bytes)c, signed_halves);
+  return (vu) __builtin_convertvector(c, halves);
+#endif
+}
+template<bool kSigned>
+inline void store_code_pairs(uint8_t* codes, vu a, vu b) {
+#if TW_VEC_BYTES == 32
+  const __m256i bytes = kSigned ? _mm256_packs_epi16((__m256i)a, (__m256i)b)
+                                : _mm256_packus_epi16((__m256i)a, (__m256i)b);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_permute4x64_epi64(bytes, 0xd8));
+#else
+  const auto store = [](uint8_t* p, vu pairs) {
+#if TW_VEC_BYTES == 64
+    const pair_bytes c = (pair_bytes)_mm512_cvtepi16_epi8((__m512i)pairs);
+#else
+    const pair_bytes c = __builtin_convertvector((halves)pairs, pair_bytes);
+#endif
+    memcpy(p, &c, sizeof c);
+  };
+  store(codes, a);
+  store(codes + 2 * lanes<float>, b);
+#endif
+}
+
+// An update loop's fp32 operand that lies in pairs, as far as there are whole ones, so that neither
+// these floats nor 16-bit operands beside them change lanes.
+}  // namespace
+struct PairedFloats {
+  float* x;
+  PairedFloats operator+(int64_t i) const { return {x + i}; }
+  explicit operator bool() const { return x; }
+};
+template<>
+inline constexpr bool in_pairs<PairedFloats> = true;
+template<class A, class K>
+TW_HD vf vload(PairedFloats p, K k) {
+  return vload<A>(p.x, k);
+}
+template<class A, class K>
+TW_HD void vstore(PairedFloats p, vf x, K k) {
+  vstore<A>(p.x, x, k);
+}
+template<class A>
+TW_HD EvenOdd vload(PairedFloats p, Pairs) {
+  return {vload<A>(p.x), vload<A>(p.x + lanes<float>)};
+}
+template<class A>
+TW_HD void vstore(PairedFloats p, EvenOdd x, Pairs) {
+  vstore<A>(p.x, x.even);
+  vstore<A>(p.x + lanes<float>, x.odd);
+}
+namespace {
+
+// Runs of kCodeRun codes, of one block. kPairs: the floats lie as PairedFloats.
+constexpr int64_t kCodeRun = 4 * lanes<float>;
+static_assert(kStateBlock % kCodeRun == 0);
+
+template<bool kSigned, int kScaled = 0>
+inline vf code_value(vi code, float unit) {
+  const vf w = __builtin_convertvector(code, vf);
+  return kSigned ? block8_signed_value<kScaled>(w, unit) : block8_unsigned_value<kScaled>(w, unit);
+}
+template<bool kSigned, bool kStochastic = false>
+inline vi value_code(vf x, float inverse, vu noise = vu{}) {
+  return kSigned ? block8_signed_code<kStochastic>(x, inverse, noise)
+                 : block8_unsigned_code<kStochastic>(x, inverse, noise);
+}
+template<bool kSigned, bool kPairs>
+inline void decode_codes(const uint8_t* codes, float unit, float* x) {
+  constexpr int64_t L = lanes<float>;
+  if constexpr (kPairs)  // each code in the high half of its lane: times 2^16
+    for (int64_t i = 0; i < kCodeRun; i += 2 * L) {
+      const vu pairs = load_code_pairs<kSigned>(codes + i);
+      vstore<float>(x + i, code_value<kSigned, 16>((vi)(pairs << 16), unit));
+      vstore<float>(x + i + L, code_value<kSigned, 16>((vi)(pairs & 0xffff0000u), unit));
+    }
+  else
+    for (int64_t i = 0; i < kCodeRun; i += L)
+      vstore<float>(x + i, code_value<kSigned>(load_codes<kSigned>(codes + i, Full{}), unit));
+}
+template<bool kSigned, bool kPairs>
+inline void encode_codes(const float* x, float inverse, uint8_t* codes) {
+  constexpr int64_t L = lanes<float>;
+  const auto code = [=](int64_t i) {
+    return (vu)value_code<kSigned>(vload<float>(x + i), inverse);
+  };
+  if constexpr (kPairs)
+    store_code_pairs<kSigned>(codes, low_halves(code(0), code(L)),
+                              low_halves(code(2 * L), code(3 * L)));
+  else
+    store_codes<kSigned>(codes, code(0), code(L), code(2 * L), code(3 * L));
 }
 
 // Codes and scales from the start of a block.
@@ -221,39 +364,62 @@ template<bool kSigned>
 void decode_run(const uint8_t* codes, const float* scales, int64_t n, float* out) {
   for (int64_t begin = 0; begin < n; begin += kStateBlock) {
     const int64_t size = kStateBlock < n - begin ? kStateBlock : n - begin;
-    const float unit = block8_unit(*scales++, kSigned ? kSignedRange : kUnsignedRange);
-    for_lanes<float>(size, [&](int64_t i, auto k) {
-      const vf c = load_codes<kSigned>(codes + begin + i, k);
-      vstore<float>(out + begin + i,
-                    kSigned ? block8_signed_value(c, unit) : block8_unsigned_value(c, unit), k);
+    const float unit = block8_unit(*scales++);
+    int64_t i = 0;
+    for (; i + kCodeRun <= size; i += kCodeRun)
+      decode_codes<kSigned, false>(codes + begin + i, unit, out + begin + i);
+    const uint8_t* c = codes + begin + i;
+    float* x = out + begin + i;
+    for_lanes<float>(size - i, [&](int64_t j, auto k) {
+      vstore<float>(x + j, code_value<kSigned>(load_codes<kSigned>(c + j, k), unit), k);
     });
   }
 }
+
+// The bits of the largest |x|: as integers they are ordered like |x|, with NaN on top.
+inline uint32_t largest_bits(const float* x, int64_t n) {
+  constexpr int64_t L = lanes<float>;
+  const auto magnitude = [](vf y) { return (vi)(as_bits(y) & 0x7fffffffu); };
+  vi a = {}, b = {};
+  int64_t done = 0;
+  for (; done + 2 * L <= n; done += 2 * L) {
+    a = larger(a, magnitude(vload<float>(x + done)));
+    b = larger(b, magnitude(vload<float>(x + done + L)));
+  }
+  for_lanes<float>(n - done, [&](int64_t i, auto k) {
+    a = larger(a, magnitude(vload<float>(x + done + i, k)));
+  });
+  a = larger(a, b);
+  typedef int32_t four __attribute__((vector_size(16)));
+  four parts[TW_VEC_BYTES / 16];
+  memcpy(parts, &a, sizeof a);
+  four m = parts[0];
+  for (int k = 1; k < TW_VEC_BYTES / 16; ++k) m = larger(m, parts[k]);
+  m = larger(m, __builtin_shuffle(m, four{2, 3, 0, 1}));
+  return static_cast<uint32_t>(larger(m[0], m[1]));
+}
+
 template<bool kSigned, bool kStochastic>
-void encode_run(const float* x, int64_t n, const uint32_t* words, uint8_t* codes, float* scales) {
+void encode_run(const float* in, int64_t n, const uint32_t* words, uint8_t* codes, float* scales) {
   for (int64_t begin = 0; begin < n; begin += kStateBlock) {
     const int64_t size = kStateBlock < n - begin ? kStateBlock : n - begin;
-    vi most = {};  // as integers the bits of |x| are ordered like |x|, with NaN on top
-    for_lanes<float>(size, [&](int64_t i, auto k) {
-      const vi y = (vi)(as_bits(vload<float>(x + begin + i, k)) & 0x7fffffffu);
-      most = y > most ? y : most;
-    });
-    int32_t largest = 0;
-    for (int k = 0; k < lanes<float>; ++k) largest = most[k] > largest ? most[k] : largest;
-    const float scale = block8_scale(bits_float(static_cast<uint32_t>(largest)));
-    const float inverse = block8_inverse(scale, kSigned ? kSignedRange : kUnsignedRange);
+    const float scale = block8_scale(bits_float(largest_bits(in + begin, size)));
+    const float inverse = block8_inverse(scale);
     *scales++ = scale;
-    for_lanes<float>(size, [&](int64_t i, auto k) {
-      const vf y = vload<float>(x + begin + i, k);
+    int64_t i = 0;
+    if constexpr (!kStochastic)
+      for (; i + kCodeRun <= size; i += kCodeRun)
+        encode_codes<kSigned, false>(in + begin + i, inverse, codes + begin + i);
+    const float* x = in + begin + i;
+    uint8_t* c = codes + begin + i;
+    for_lanes<float>(size - i, [&](int64_t j, auto k) {
       vu noise = {};
       if constexpr (kStochastic) {
-        const vu w = load_words(words + begin + i, k);
+        const vu w = load_words(words + begin + i + j, k);
         noise = kSigned ? signed_noise(w) : unsigned_noise(w);
       }
-      if constexpr (kSigned)
-        store_codes(codes + begin + i, block8_signed_code<kStochastic>(y, inverse, noise), k);
-      else
-        store_codes(codes + begin + i, block8_unsigned_code<kStochastic>(y, inverse, noise), k);
+      store_codes(c + j, value_code<kSigned, kStochastic>(vload<float>(x + j, k), inverse, noise),
+                  k);
     });
   }
 }

@@ -3,41 +3,35 @@
 // Bytes per parameter: fp32 20, and 8 more for each of momentum and centered. Bound: memory bandwidth.
 //
 // build: no fused multiply-add
-#include "cpu/optimizer.h"
+#include "trainwright/rmsprop.h"
 
-namespace tw {
-// lr, alpha, eps, weight decay, momentum, maximize; states: v, momentum (flag 1), mean gradient (2)
-constexpr OptimizerInfo kRmsprop = {6, 3, {{false, 0}, {true, 1}, {true, 2}}};
-}  // namespace tw
+#include "cpu/optimizer.h"
 
 TW_DECLARE_KERNEL(rmsprop, OptimizerArgs)
 
 #ifdef TW_CPU_ISA
 
-#include "trainwright/rmsprop.h"
-
 TW_BEGIN
 namespace {
 
-struct RmspropRule {
-  template<class A>
-  static RmspropScalars<A> scalars(const OptimizerRow& r) {
-    const double* h = r.hyper;
-    return rmsprop_scalars<A>(h[0], h[1], h[2], h[3], h[4],
-                              h[5] != 0.0 ? -r.multiplier : r.multiplier);
-  }
+struct RmspropRule : Rmsprop {
   template<bool kMomentum, bool kCentered, class A, class P, class G, class T>
   static void loop(const RmspropScalars<A>& s, int64_t n, P p, G g, const T* states) {
-    for_lanes<A>(n, [&](int64_t i, auto k) {
-      vec<A> v = vload<A>(states[0] + i, k), b = {}, a = {};
-      if constexpr (kMomentum) b = vload<A>(states[1] + i, k);
-      if constexpr (kCentered) a = vload<A>(states[2] + i, k);
-      const vec<A> q = rmsprop_update(vload<A>(p + i, k), vload<A>(g + i, k), v,
-                                      kMomentum ? &b : nullptr, kCentered ? &a : nullptr, s);
-      vstore<A>(states[0] + i, v, k);
-      if constexpr (kMomentum) vstore<A>(states[1] + i, b, k);
-      if constexpr (kCentered) vstore<A>(states[2] + i, a, k);
-      vstore<A>(p + i, q, k);
+    for_operands<A, P, G, T>(n, [=, sv = states[0], sb = states[1], sa = states[2]](int64_t i,
+                                                                                    auto k) {
+      auto x = vload<A>(p + i, k), grad = vload<A>(g + i, k), v = vload<A>(sv + i, k);
+      auto b = v, a = v;
+      if constexpr (kMomentum) b = vload<A>(sb + i, k);
+      if constexpr (kCentered) a = vload<A>(sa + i, k);
+      each(
+          [s](auto& x, auto& grad, auto& v, auto& b, auto& a) {
+            x = rmsprop_update(x, grad, v, kMomentum ? &b : nullptr, kCentered ? &a : nullptr, s);
+          },
+          x, grad, v, b, a);
+      vstore<A>(sv + i, v, k);
+      if constexpr (kMomentum) vstore<A>(sb + i, b, k);
+      if constexpr (kCentered) vstore<A>(sa + i, a, k);
+      vstore<A>(p + i, x, k);
     });
   }
   template<class A, class S, class P, class G, class T>
@@ -51,7 +45,7 @@ struct RmspropRule {
 
 }  // namespace
 
-void rmsprop(const OptimizerArgs& a) { run_optimizer<RmspropRule>(kRmsprop, a); }
+void rmsprop(const OptimizerArgs& a) { run_optimizer<RmspropRule>(a); }
 
 TW_END
 
@@ -59,6 +53,6 @@ TW_END
 
 #include "cpu/optimizer_binding.h"
 
-TW_OPTIMIZER_BINDINGS(rmsprop, kRmsprop)
+TW_OPTIMIZER_BINDINGS(rmsprop, Rmsprop::info)
 
 #endif

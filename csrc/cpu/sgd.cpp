@@ -3,48 +3,40 @@
 // Bytes per parameter: fp32 20 with momentum, 12 without. Bound: memory bandwidth.
 //
 // build: no fused multiply-add
-#include "cpu/optimizer.h"
+#include "trainwright/sgd.h"
 
-namespace tw {
-// lr, momentum, dampening, weight decay, nesterov, maximize; state: the momentum buffer, with flag 1
-constexpr OptimizerInfo kSgd = {6, 1, {{true, 1}}};
-}  // namespace tw
+#include "cpu/optimizer.h"
 
 TW_DECLARE_KERNEL(sgd, OptimizerArgs)
 
 #ifdef TW_CPU_ISA
 
-#include "trainwright/sgd.h"
-
 TW_BEGIN
 namespace {
 
-struct SgdRule {
-  template<class A>
-  static SgdScalars<A> scalars(const OptimizerRow& r) {
-    const double* h = r.hyper;
-    return sgd_scalars<A>(h[0], h[1], h[2], h[3], h[4] != 0.0, r.step,
-                          h[5] != 0.0 ? -r.multiplier : r.multiplier);
-  }
+struct SgdRule : Sgd {
   template<class A, class S, class P, class G, class T>
   static void run(const S& s, int, int64_t n, P p, G g, const T* states) {
     const T buffer = states[0];
     if (buffer)
-      for_lanes<A>(n, [&](int64_t i, auto k) {
-        vec<A> b = vload<A>(buffer + i, k);
-        vstore<A>(p + i, sgd_update(vload<A>(p + i, k), vload<A>(g + i, k), b, s), k);
+      for_operands<A, P, G, T>(n, [=](int64_t i, auto k) {
+        auto x = vload<A>(p + i, k), grad = vload<A>(g + i, k), b = vload<A>(buffer + i, k);
+        each([s](auto& x, auto& grad, auto& b) { x = sgd_update(x, grad, b, s); }, x, grad, b);
+        vstore<A>(p + i, x, k);
         vstore<A>(buffer + i, b, k);
       });
     else
-      for_lanes<A>(n, [&](int64_t i, auto k) {
-        vstore<A>(p + i, sgd_update(vload<A>(p + i, k), vload<A>(g + i, k), s), k);
+      for_operands<A, P, G>(n, [=](int64_t i, auto k) {
+        auto x = vload<A>(p + i, k), grad = vload<A>(g + i, k);
+        each([s](auto& x, auto& grad) { x = sgd_update(x, grad, s); }, x, grad);
+        vstore<A>(p + i, x, k);
       });
   }
 };
 
 }  // namespace
 
-void sgd(const OptimizerArgs& a) { run_optimizer<SgdRule>(kSgd, a); }
+void sgd(const OptimizerArgs& a) { run_optimizer<SgdRule>(a); }
 
 TW_END
 
@@ -52,6 +44,6 @@ TW_END
 
 #include "cpu/optimizer_binding.h"
 
-TW_OPTIMIZER_BINDINGS(sgd, kSgd)
+TW_OPTIMIZER_BINDINGS(sgd, Sgd::info)
 
 #endif

@@ -9,14 +9,7 @@
 
 namespace tw {
 
-struct AdamRule {
-  // lr, beta1, beta2, eps, weight decay, decoupled, maximize
-  static constexpr OptimizerInfo info = adam_family(7);
-  template<class A>
-  static __device__ __forceinline__ AdamScalars<A> scalars(const double* h, double step,
-                                                           double multiplier) {
-    return adam_scalars<A>(h[0], h[1], h[2], h[3], h[4], h[5] != 0.0, step, multiplier);
-  }
+struct AdamRule : Adam {
   template<class A, class S>
   static __device__ __forceinline__ A update(A p, A g, A* s, int flags, const S& k) {
     return adam_update(p, g, s[0], s[1], k, Largest<A>{s + 2, flags});

@@ -1,12 +1,8 @@
-// What Adam and AdamW share. States: m, v and, with flag 1, the largest v so far (AMSGrad).
+// What Adam and AdamW share: the largest v so far (AMSGrad), the state that exists with flag 1.
 #pragma once
 #include "cuda/optimizer_binding.cuh"
 
 namespace tw {
-
-constexpr OptimizerInfo adam_family(int hyper) {
-  return {hyper, 3, {{true, 0}, {false, 0}, {false, 1}}};
-}
 
 template<class A>
 struct Largest {

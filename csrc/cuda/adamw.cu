@@ -12,14 +12,7 @@
 
 namespace tw {
 
-struct AdamWRule {
-  static constexpr OptimizerInfo info =
-      adam_family(6);  // lr, beta1, beta2, eps, weight decay, maximize
-  template<class A>
-  static __device__ __forceinline__ AdamWScalars<A> scalars(const double* h, double step,
-                                                            double multiplier) {
-    return adamw_scalars<A>(h[0], h[1], h[2], h[3], h[4], step, multiplier);
-  }
+struct AdamWRule : AdamW {
   template<class A, class S>
   static __device__ __forceinline__ A update(A p, A g, A* s, int flags, const S& k) {
     return adamw_update(p, g, s[0], s[1], k, Largest<A>{s + 2, flags});

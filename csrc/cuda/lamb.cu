@@ -13,15 +13,7 @@
 
 namespace tw {
 
-struct LambRule {
-  // lr, beta1, beta2, eps, weight decay, maximize; states: m, v
-  static constexpr OptimizerInfo info = {6, 2, {{true, 0}, {false, 0}}};
-  template<class A>
-  static __device__ __forceinline__ LambScalars<A> scalars(const double* h, double step,
-                                                           double multiplier) {
-    return lamb_scalars<A>(h[1], h[2], h[3], h[4], step, multiplier);
-  }
-};
+using LambRule = Lamb;
 
 // squares: two for each unit.
 template<class A, bool kExtra>

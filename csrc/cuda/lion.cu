@@ -10,14 +10,7 @@
 
 namespace tw {
 
-struct LionRule {
-  // lr, beta1, beta2, weight decay, maximize; state: m
-  static constexpr OptimizerInfo info = {5, 1, {{true, 0}}};
-  template<class A>
-  static __device__ __forceinline__ LionScalars<A> scalars(const double* h, double,
-                                                           double multiplier) {
-    return lion_scalars<A>(h[0], h[1], h[2], h[3], multiplier);
-  }
+struct LionRule : Lion {
   template<class A, class S>
   static __device__ __forceinline__ A update(A p, A g, A* s, int, const S& k) {
     return lion_update(p, g, s[0], k);

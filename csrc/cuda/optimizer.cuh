@@ -13,34 +13,20 @@
 //
 // Hyper-parameters, step counts, gradient multiplier and skip flag are read from device memory.
 //
-// An op is a Rule:
-//   static constexpr OptimizerInfo info
-//   template<class A> static auto scalars(const double* hyper, double step, double multiplier)
+// An op is a Rule, the struct of its header (trainwright/optimizer.h) and
 //   template<class A, class S> static A update(A p, A g, A* states, int flags, const S& scalars)
 //     one element; returns the new p and updates the states, of which flags says which exist
 #pragma once
 #include "cuda/launch.cuh"
 #include "cuda/stats.cuh"
 #include "cuda/tile.cuh"
+#include "trainwright/optimizer.h"
 
 namespace tw {
 
-constexpr int kMaxStates = 3;
 constexpr int kUnitTiles = 4;
 constexpr int kUnit = kUnitTiles * kTile;
 constexpr int kWarps = 8, kOptimizerThreads = 32 * kWarps;
-
-struct OptimizerInfo {
-  int hyper;   // numbers per group, "maximize" last
-  int states;  // most that a tensor may have
-  struct {
-    bool is_signed;
-    int flag;  // its bit of TensorSpec::flags; 0: every tensor has it
-  } state[kMaxStates];
-  constexpr bool has(int s, int flags) const {
-    return s < states && (state[s].flag == 0 || (state[s].flag & flags) != 0);
-  }
-};
 
 // A tensor, as the host describes it.
 struct OptimizerRow {
@@ -102,7 +88,7 @@ __global__ void __launch_bounds__(256, 1)
   first_unit[i] = row.first_unit;
   if (skipped(control)) return;
   const double step = *row.step + 1.0, scale = control ? control[0] : 1.0;
-  const double multiplier = row.hyper[Rule::info.hyper - 1] != 0.0 ? -scale : scale;
+  const double multiplier = signed_multiplier(row.hyper[Rule::info.hyper - 1], scale);
   *row.step = rows[i].now = step;
   const auto store = [&](const auto& scalars) {
     static_assert(sizeof(scalars) <= sizeof(TableRow::scalars));

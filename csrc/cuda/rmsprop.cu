@@ -10,14 +10,7 @@
 
 namespace tw {
 
-struct RmspropRule {
-  // lr, alpha, eps, weight decay, momentum, maximize; states: v, momentum (flag 1), mean gradient (2)
-  static constexpr OptimizerInfo info = {6, 3, {{false, 0}, {true, 1}, {true, 2}}};
-  template<class A>
-  static __device__ __forceinline__ RmspropScalars<A> scalars(const double* h, double,
-                                                              double multiplier) {
-    return rmsprop_scalars<A>(h[0], h[1], h[2], h[3], h[4], multiplier);
-  }
+struct RmspropRule : Rmsprop {
   template<class A, class S>
   static __device__ __forceinline__ A update(A p, A g, A* s, int flags, const S& k) {
     A *b = s + 1, *a = s + 2,

@@ -196,7 +196,7 @@ __device__ __forceinline__ void encode_floats(const A (&x)[kPer], DType type, Ra
 // ---- block8 -------------------------------------------------------------------------------------
 template<bool kSigned>
 __device__ __forceinline__ void decode_codes(const Raw<float>& raw, float scale, float (&x)[kPer]) {
-  const float unit = block8_unit(scale, kSigned ? kSignedRange : kUnsignedRange);
+  const float unit = block8_unit(scale);
 #pragma unroll
   for (int k = 0; k < kPer; ++k) {
     const uint32_t byte = raw.w[k / 4] >> (k % 4 * 8) & 0xffu;
@@ -217,16 +217,14 @@ __device__ __forceinline__ float encode_codes(const TilePlace<float>& at, const 
     if (at.has(k) && bits > largest) largest = bits;
   }
   const float scale = block8_scale(bits_float(__reduce_max_sync(0xffffffffu, largest)));
-  const float inverse = block8_inverse(scale, kSigned ? kSignedRange : kUnsignedRange);
+  const float inverse = block8_inverse(scale);
   raw.w[0] = raw.w[1] = 0;
 #pragma unroll
   for (int k = 0; k < kPer; ++k) {
-    float code;
-    if constexpr (kSigned)
-      code = block8_signed_code<kStochastic>(x[k], inverse, signed_noise(words[k]));
-    else
-      code = block8_unsigned_code<kStochastic>(x[k], inverse, unsigned_noise(words[k]));
-    raw.w[k / 4] |= (static_cast<uint32_t>(static_cast<int32_t>(code)) & 0xffu) << (k % 4 * 8);
+    const int32_t code =
+        kSigned ? block8_signed_code<kStochastic>(x[k], inverse, signed_noise(words[k]))
+                : block8_unsigned_code<kStochastic>(x[k], inverse, unsigned_noise(words[k]));
+    raw.w[k / 4] |= (static_cast<uint32_t>(code) & 0xffu) << (k % 4 * 8);
   }
   return scale;
 }

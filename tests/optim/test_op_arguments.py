@@ -103,3 +103,21 @@ def test_a_gradient_that_is_not_finite(name, backend, form):
                 assert scales.isnan().tolist() == [True, True, False]
                 codes[:512] = 0
     assert_same(ours, reference)
+
+
+def test_nan_of_any_bits_stays_nan_in_an_update_of_bf16_alone():
+    """Whose kernel leaves out the search for NaN before it rounds: no bit of one may carry into its exponent."""
+    form = Format(BF16, BF16, "none", "bf16")
+    case = make("adamw", [(4 * 64,)], form, flags=0, lost=False)
+    patterns = torch.tensor([0x7FFF, -1, 0x7F81, -0x7F, 0x7FC0, 0x7F80], dtype=torch.int16)
+    for i, t in enumerate((case.params[0], case.grads[0], *case.states)):
+        t.view(torch.int16)[64 * i : 64 * i + 6] = patterns
+    want = case.clone().run("torch")
+    case.run("cpu")
+    for ours, reference in zip(case.results(), want.results(), strict=True):
+        assert torch.equal(ours.isnan(), reference.isnan())
+    noisy = torch.tensor([0x7FF8_0000_FFFF_FFFF, 0]).view(torch.float64)  # the loss scale is NaN
+    bad = make("adamw", [(64,)], form, flags=0, lost=False)
+    bad.control = noisy
+    bad.run("cpu")
+    assert all(t.isnan().all() for t in (bad.params[0], *bad.states))

@@ -9,6 +9,7 @@
 #pragma once
 #include <math.h>
 
+#include "trainwright/optimizer.h"
 #include "trainwright/vec_sqrt.h"
 
 TW_BEGIN
@@ -36,14 +37,37 @@ TW_HD AdamWScalars<A> adamw_scalars(double lr, double beta1, double beta2, doubl
           static_cast<A>(eps),         static_cast<A>(lr / (1.0 - beta_power(beta1, step)))};
 }
 
-// The update with a finished gradient g. V is A or a vector of A. Returns the new parameter; updates m
-// and v. `largest(v)` gives h.
+// Adam's and AdamW's states are m, v and, with flag 1, the largest v so far (AMSGrad).
+constexpr OptimizerInfo adam_family(int hyper) {
+  return {hyper, 3, {{true, 0}, {false, 0}, {false, 1}}};
+}
+struct AdamW {
+  // lr, beta1, beta2, eps, weight decay, maximize
+  static constexpr OptimizerInfo info = adam_family(6);
+  template<class A>
+  static TW_HD AdamWScalars<A> scalars(const double* h, double step, double multiplier) {
+    return adamw_scalars<A>(h[0], h[1], h[2], h[3], h[4], step, multiplier);
+  }
+};
+
+// The update with a finished gradient g, in two halves, so that a loop can take the second, which waits
+// for the root, one element later. V is A or a vector of A. The first updates m and v and returns the
+// root; `largest(v)` gives h. The second returns the new parameter.
 template<class V, class A, class Largest>
-TW_HD V adamw_apply(V p, V g, V& m, V& v, const AdamWScalars<A>& s, Largest&& largest) {
+TW_HD V adamw_moments(V g, V& m, V& v, const AdamWScalars<A>& s, Largest&& largest) {
   m = m + s.blend1 * (g - m);
   v = s.beta2 * v + s.blend2 * (g * g);
-  const V root = vsqrt(largest(v)) * s.inv_root2 + s.eps;
-  return s.keep * p - s.rate * (m / root);
+  return vsqrt(largest(v));
+}
+template<class V, class A>
+TW_HD V adamw_parameter(V p, V m, V root, const AdamWScalars<A>& s) {
+  return s.keep * p - s.rate * (m / (root * s.inv_root2 + s.eps));
+}
+
+template<class V, class A, class Largest>
+TW_HD V adamw_apply(V p, V g, V& m, V& v, const AdamWScalars<A>& s, Largest&& largest) {
+  const V root = adamw_moments<V>(g, m, v, s, largest);
+  return adamw_parameter<V>(p, m, root, s);
 }
 
 template<class V, class A, class Largest>

@@ -30,6 +30,15 @@ TW_HD LambScalars<A> lamb_scalars(double beta1, double beta2, double eps, double
           static_cast<A>(weight_decay)};
 }
 
+struct Lamb {
+  // lr, beta1, beta2, eps, weight decay, maximize; states: m, v
+  static constexpr OptimizerInfo info = {6, 2, {{true, 0}, {false, 0}}};
+  template<class A>
+  static TW_HD LambScalars<A> scalars(const double* h, double step, double multiplier) {
+    return lamb_scalars<A>(h[1], h[2], h[3], h[4], step, multiplier);
+  }
+};
+
 // V is A or a vector of A.
 template<class V, class A>
 TW_HD void lamb_moments(V grad, V& m, V& v, const LambScalars<A>& s) {

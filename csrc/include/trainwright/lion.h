@@ -3,6 +3,7 @@
 //   p = (1 - lr wd) p - lr sign(beta1 m + (1 - beta1) g),   then   m = beta2 m + (1 - beta2) g
 // The sign of 0 is 0, that of NaN is NaN.
 #pragma once
+#include "trainwright/optimizer.h"
 #include "trainwright/types.h"
 
 TW_BEGIN
@@ -20,6 +21,15 @@ TW_HD LionScalars<A> lion_scalars(double lr, double beta1, double beta2, double 
           static_cast<A>(beta2),      static_cast<A>(1.0 - beta2),
           static_cast<A>(lr)};
 }
+
+struct Lion {
+  // lr, beta1, beta2, weight decay, maximize; state: m
+  static constexpr OptimizerInfo info = {5, 1, {{true, 0}}};
+  template<class A>
+  static TW_HD LionScalars<A> scalars(const double* h, double, double multiplier) {
+    return lion_scalars<A>(h[0], h[1], h[2], h[3], multiplier);
+  }
+};
 
 // V is A or a vector of A. Returns the new parameter; updates m.
 template<class V, class A>

@@ -6,6 +6,7 @@
 //   p = p - lr r,   or b = momentum b + r and p = p - lr b
 // v - a^2, a variance, is taken as 0 where rounding made it negative.
 #pragma once
+#include "trainwright/optimizer.h"
 #include "trainwright/vec_sqrt.h"
 
 TW_BEGIN
@@ -22,6 +23,15 @@ TW_HD RmspropScalars<A> rmsprop_scalars(double lr, double alpha, double eps, dou
           static_cast<A>(1.0 - alpha), static_cast<A>(eps),          static_cast<A>(momentum),
           static_cast<A>(lr)};
 }
+
+struct Rmsprop {
+  // lr, alpha, eps, weight decay, momentum, maximize; states: v, momentum (flag 1), mean gradient (2)
+  static constexpr OptimizerInfo info = {6, 3, {{false, 0}, {true, 1}, {true, 2}}};
+  template<class A>
+  static TW_HD RmspropScalars<A> scalars(const double* h, double, double multiplier) {
+    return rmsprop_scalars<A>(h[0], h[1], h[2], h[3], h[4], multiplier);
+  }
+};
 
 // V is A or a vector of A. b and a may be null. Returns the new parameter.
 template<class V, class A>

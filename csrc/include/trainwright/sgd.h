@@ -4,6 +4,7 @@
 //   b = g in the first step, else momentum b + (1 - dampening) g
 //   p = p - lr d,   d = g + momentum b (nesterov), b, or g without momentum
 #pragma once
+#include "trainwright/optimizer.h"
 #include "trainwright/types.h"
 
 TW_BEGIN
@@ -25,6 +26,15 @@ TW_HD SgdScalars<A> sgd_scalars(double lr, double momentum, double dampening, do
           step == 1.0,
           nesterov};
 }
+
+struct Sgd {
+  // lr, momentum, dampening, weight decay, nesterov, maximize; state: the momentum buffer, with flag 1
+  static constexpr OptimizerInfo info = {6, 1, {{true, 1}}};
+  template<class A>
+  static TW_HD SgdScalars<A> scalars(const double* h, double step, double multiplier) {
+    return sgd_scalars<A>(h[0], h[1], h[2], h[3], h[4] != 0.0, step, multiplier);
+  }
+};
 
 // V is A or a vector of A. Returns the new parameter.
 template<class V, class A>

@@ -4,12 +4,16 @@
 // split16  a bf16 parameter and the 16-bit remainder of its fp32 master:
 //          master bits = (parameter bits << 16) + remainder, exact for every finite value and inf. The
 //          parameter is the master rounded to nearest, ties away from zero; NaN is stored as 0x7fc00000.
-// block8   8-bit codes with one fp32 scale, the largest |x|, for each kStateBlock elements:
-//            signed (momentum):     x = sign * c^2 * scale / 127^2,  c in 0 ... 127
-//            unsigned (second moment): x = c^4 * scale / 255^4,      c in 0 ... 255
-//          so that small values keep a relative precision. Code 0 is exactly 0, and an unsigned x > 0
-//          never gets it: it would be divided by eps. A scale is at least 2^-90 (or 0 if all are), and
-//          NaN if anything in the block is not finite: then the whole block reads as NaN.
+// block8   8-bit codes with one fp32 scale, the largest |x|, for each kStateBlock elements. With
+//            y = |x| / scale * 63/64,  w(y) = the float whose bits are (bits of y >> k) + constant
+//          the code is w rounded to a whole number. Half of an exponent is half of a logarithm, so w is a
+//          root of y, made of straight lines:
+//            signed (momentum):         k = 1, w ~ 128 sqrt(y), with the sign of x, in -127 ... 127
+//            unsigned (second moment):  k = 2, w ~ 256 sqrt(sqrt(y)),           in 0 ... 255
+//          So small values keep a relative precision, no root is drawn, and the way back is a shift the
+//          other way. Code 0 is exactly 0, and an unsigned x > 0 never gets it: it would be divided by eps.
+//          A scale is at least 2^-90 (or 0 if all are), and NaN if anything in the block is not finite: then
+//          the whole block reads as NaN.
 // stochastic rounding  up with the probability that makes the mean right, from 16 random bits. An
 //          element has one Philox word (stochastic_word): its low half rounds the parameter, its high
 //          half the signed states, its high half with the bytes swapped the unsigned ones (so that v and
@@ -49,11 +53,34 @@ TW_HD uint32_t as_bits(float x) { return float_bits(x); }
 TW_HD float as_float(uint32_t u) { return bits_float(u); }
 TW_HD float whole(float x) { return static_cast<float>(static_cast<int32_t>(x)); }  // |x| < 2^31
 TW_HD float to_value(uint32_t u) { return static_cast<float>(static_cast<int32_t>(u)); }
+// To nearest, ties to even; |x| < 2^22.
+TW_HD int32_t nearest(float x) {
+  return static_cast<int32_t>(float_bits(x + 12582912.f) - 0x4b400000u);
+}
+template<class U>
+TW_HD U larger(U a, U b) {
+  return a > b ? a : b;
+}
+template<class U>
+TW_HD U smaller(U a, U b) {
+  return a < b ? a : b;
+}
 #if !defined(__CUDACC__)
 TW_HD vu as_bits(vf x) { return (vu)x; }
 TW_HD vf as_float(vu u) { return (vf)u; }
 TW_HD vf whole(vf x) { return __builtin_convertvector(__builtin_convertvector(x, vi), vf); }
 TW_HD vf to_value(vu u) { return __builtin_convertvector((vi)u, vf); }
+TW_HD vi nearest(vf x) {
+#if TW_VEC_BYTES == 64
+  return (vi)_mm512_cvtps_epi32((__m512)x);
+#elif TW_VEC_BYTES == 32
+  return (vi)_mm256_cvtps_epi32((__m256)x);
+#else
+  return (vi)((vu)(x + 12582912.f) - 0x4b400000u);
+#endif
+}
+TW_HD vu larger(vu a, uint32_t b) { return larger(a, vu{} + b); }
+TW_HD vu smaller(vu a, uint32_t b) { return smaller(a, vu{} + b); }
 #endif
 
 // ---- split16 ------------------------------------------------------------------------------------
@@ -120,8 +147,12 @@ TW_HD V f16_stochastic(V x, U noise) {
 }
 
 // ---- block8 -------------------------------------------------------------------------------------
-inline constexpr float kSignedRange = 16129.f;         // 127^2
-inline constexpr float kUnsignedRange = 4228250625.f;  // 255^4
+inline constexpr float kBlock8Full = 0.984375f;  // the y of the largest |x|: code 127 or 255
+inline constexpr float kBlock8Unit = 1.0158730158730159f;  // 1 / that
+inline constexpr uint32_t kBlock8FullBits = 0x3f7c0000u;
+// What makes the shifted bits of y = 1 those of 128 and of 256.
+inline constexpr uint32_t kSignedRoot = 0x43000000u - (0x3f800000u >> 1);
+inline constexpr uint32_t kUnsignedRoot = 0x43800000u - (0x3f800000u >> 2);
 
 // From the largest |x| of the block (NaN if there is one).
 TW_HD float block8_scale(float largest) {
@@ -129,52 +160,60 @@ TW_HD float block8_scale(float largest) {
   if (largest == 0.f) return 0.f;
   return largest > 8.0779356694631609e-28f ? largest : 8.0779356694631609e-28f;  // 2^-90
 }
-// What codes are multiplied by, and what x is multiplied by. 0 for a block that has no codes.
-TW_HD float block8_unit(float scale, float range) { return scale / range; }
-TW_HD float block8_inverse(float scale, float range) { return scale > 0.f ? range / scale : 0.f; }
+// What y is multiplied by, and what |x| is multiplied by. The latter is 0 for a block without codes.
+TW_HD float block8_unit(float scale) { return scale * kBlock8Unit; }
+TW_HD float block8_inverse(float scale) { return scale > 0.f ? kBlock8Full / scale : 0.f; }
 
-template<class V>
+// The y of a code, which comes as a float, times 2^kScaled; 0 for 0, whose bits would wrap.
+template<int kScaled = 0, class V>
+TW_HD V block8_signed_inverse_root(V code) {
+  constexpr uint32_t least = (kSignedRoot + (kScaled << 23)) << 1;
+  const auto u = as_bits(code), twice = u << 1;
+  return as_float((larger(twice, least) - least) | (u & 0x80000000u));
+}
+template<int kScaled = 0, class V>
+TW_HD V block8_unsigned_inverse_root(V code) {
+  constexpr uint32_t least = kUnsignedRoot + (kScaled << 23);
+  return as_float((larger(as_bits(code), least) - least) << 2);
+}
+template<int kScaled = 0, class V>
 TW_HD V block8_signed_value(V code, float unit) {
-  return code * as_float(as_bits(code) & 0x7fffffffu) * unit;
+  return block8_signed_inverse_root<kScaled>(code) * unit;
 }
-template<class V>
+template<int kScaled = 0, class V>
 TW_HD V block8_unsigned_value(V code, float unit) {
-  const V square = code * code;
-  return square * square * unit;
+  return block8_unsigned_inverse_root<kScaled>(code) * unit;
 }
 
-// The code as a whole number in a float. noise: 16 random bits, used if kStochastic.
+// w rounded down or, with the probability that makes the mean of the y right, up.
+template<class V, class U, class Inverse>
+TW_HD V block8_stochastic(V y, V w, U noise, Inverse&& inverse_root) {
+  const V low = whole(w), one = V{} + 1.f;
+  const V a = inverse_root(low), b = inverse_root(low + 1.f);
+  return low + (to_value(noise) * (b - a) < (y - a) * 65536.f ? one : V{});
+}
+
+// The code as a whole number, int32_t or a vector. noise: 16 random bits, used if kStochastic.
 template<bool kStochastic, class V, class U>
-TW_HD V block8_signed_code(V x, float inverse, U noise) {
-  const U sign = as_bits(x) & 0x80000000u;
-  V y = as_float(as_bits(x) & 0x7fffffffu) * inverse;
-  y = y < kSignedRange ? y : V{} + kSignedRange;  // NaN too
-  const V t = vsqrt(y);
-  V code;
-  if constexpr (kStochastic) {
-    const V low = whole(t);
-    const V one = V{} + 1.f;
-    code = low + (to_value(noise) * (low + low + 1.f) < (y - low * low) * 65536.f ? one : V{});
-  } else {
-    code = whole(t + 0.5f);
-  }
-  return as_float(as_bits(code) | sign);
+TW_HD auto block8_signed_code(V x, float inverse, U noise) {
+  const auto sign = as_bits(x) & 0x80000000u;  // not that of inf * 0
+  // Bits are ordered like the floats, with NaN on top.
+  const auto y = smaller(as_bits(x * inverse) & 0x7fffffffu, kBlock8FullBits);
+  V w = as_float((y >> 1) + kSignedRoot);
+  if constexpr (kStochastic)
+    w = block8_stochastic(as_float(y), w, noise, [](V c) { return block8_signed_inverse_root(c); });
+  return nearest(as_float(as_bits(w) | sign));
 }
 template<bool kStochastic, class V, class U>
-TW_HD V block8_unsigned_code(V x, float inverse, U noise) {
-  V s = vsqrt(x * inverse);
-  s = s < 65025.f ? s : V{} + 65025.f;  // NaN too
-  const V t = vsqrt(s);
-  const V one = V{} + 1.f;
-  V code;
-  if constexpr (kStochastic) {
-    const V low = whole(t);
-    const V a = low * low, b = (low + 1.f) * (low + 1.f);
-    code = low + (to_value(noise) * ((b - a) * (b + a)) < (s - a) * (s + a) * 65536.f ? one : V{});
-  } else {
-    code = whole(t + 0.5f);
-  }
-  return (x != 0) & (code < 1.f) ? one : code;
+TW_HD auto block8_unsigned_code(V x, float inverse, U noise) {
+  const auto y = smaller(as_bits(x * inverse), kBlock8FullBits);
+  V w = as_float((y >> 2) + kUnsignedRoot);
+  if constexpr (kStochastic)
+    w = block8_stochastic(as_float(y), w, noise,
+                          [](V c) { return block8_unsigned_inverse_root(c); });
+  const auto code = nearest(w);
+  const auto least = smaller(as_bits(x), 1u);  // 1 unless x is 0
+  return larger(code, (decltype(code))least);
 }
 
 TW_END

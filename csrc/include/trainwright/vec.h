@@ -220,6 +220,10 @@ TW_HD vu round_halves(vu high, vu low) {
   return (vu)(h - (halves)((l | (h & 1)) > 0x8000));
 #endif
 }
+TW_HD void store_rounded(bf16* p, vu even, vu odd) {  // floats that are not NaN, or of which only
+  const vu h = round_halves(high_halves(even, odd), low_halves(even, odd));  // the high half is set
+  memcpy(p, &h, sizeof h);
+}
 template<class A>
 TW_HD void vstore(bf16* p, EvenOdd x, Pairs) {  // as `narrow`: to nearest even, NaN kept
   vu even = (vu)x.even, odd = (vu)x.odd;
@@ -227,8 +231,7 @@ TW_HD void vstore(bf16* p, EvenOdd x, Pairs) {  // as `narrow`: to nearest even,
     even = (vu)(x.even != x.even) ? (even | 0x400000u) & 0xffff0000u : even;
     odd = (vu)(x.odd != x.odd) ? (odd | 0x400000u) & 0xffff0000u : odd;
   }
-  const vu h = round_halves(high_halves(even, odd), low_halves(even, odd));
-  memcpy(p, &h, sizeof h);
+  store_rounded(p, even, odd);
 }
 template<class F, class... V>
 TW_HD void each(F&& f, V&... x) {
@@ -253,6 +256,27 @@ TW_HD void for_operands(int64_t size, F&& body) {
   if constexpr (sizeof(A) == 4 && (in_pairs<P> && ...))
     for (; done + 2 * lanes<A> <= size; done += 2 * lanes<A>) body(done, Pairs{});
   for_lanes<A>(size - done, [&](int64_t i, auto k) { body(done + i, k); });
+}
+
+// The same for a body in two halves: back(i, k, front(i, k)), of which the second runs when the first of
+// the next elements has begun. So a chain of long operations ends one turn later than it began, and
+// fewer registers wait for it: a processor that renames into 192 has room for only two turns of 80.
+template<class A, class... P, class Front, class Back>
+TW_HD void for_operands_in_halves(int64_t size, Front&& front, Back&& back) {
+  int64_t done = 0;
+  const auto whole = [&](auto k, int64_t width) {
+    if (size - done < width) return;
+    auto carried = front(done, k);
+    for (done += width; size - done >= width; done += width) {
+      const auto next = front(done, k);
+      back(done - width, k, carried);
+      carried = next;
+    }
+    back(done - width, k, carried);
+  };
+  if constexpr (sizeof(A) == 4 && (in_pairs<P> && ...)) whole(Pairs{}, 2 * lanes<A>);
+  whole(Full{}, lanes<A>);
+  if (done < size) back(done, size - done, front(done, size - done));
 }
 
 // x with the lanes past the tail replaced by `fill`.

@@ -9,7 +9,9 @@ from torch import Tensor
 STATE_BLOCK = 256  # elements of the whole parameter that share a scale
 NO_MASTER, FP32_MASTER, SPLIT16_MASTER = 0, 1, 2
 FULL_STATE, BF16_STATE, INT8_STATE = 0, 1, 2
-SIGNED_RANGE, UNSIGNED_RANGE = 127.0**2, 255.0**4
+BLOCK8_FULL = 63 / 64  # what the largest of a block becomes before the root
+BLOCK8_UNIT = 1.0158730158730159  # 1 / that, as fp32
+SIGNED_ROOT, UNSIGNED_ROOT = 0x43000000 - (0x3F800000 >> 1), 0x43800000 - (0x3F800000 >> 2)
 MASK32 = 0xFFFFFFFF
 
 
@@ -103,13 +105,17 @@ def _per_element(scales: Tensor, numel: int) -> Tensor:
     return scales.repeat_interleave(STATE_BLOCK)[:numel]
 
 
+def _inverse_root(code: Tensor, signed: bool) -> Tensor:
+    """What has the root `code` (whole fp32 numbers), with its sign."""
+    shift, root = (1, SIGNED_ROOT) if signed else (2, UNSIGNED_ROOT)
+    y = from_bits((bits_of(code.abs()) - root).clamp(min=0) << shift)
+    return torch.where(code < 0, -y, y)
+
+
 def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
     """fp32 values of int8 (signed) or uint8 (never negative) codes, in the codes' shape."""
-    signed = codes.dtype == torch.int8
-    unit = _per_element(scales, codes.numel()) / (SIGNED_RANGE if signed else UNSIGNED_RANGE)
-    c = codes.float()
-    power = c * c.abs() if signed else (c * c) * (c * c)
-    return power * unit.view(codes.shape)
+    unit = _per_element(scales * BLOCK8_UNIT, codes.numel()).view(codes.shape)
+    return _inverse_root(codes.float(), codes.dtype == torch.int8) * unit
 
 
 def int8_encode(x: Tensor, signed: bool, noise: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -121,29 +127,19 @@ def int8_encode(x: Tensor, signed: bool, noise: Tensor | None) -> tuple[Tensor, 
     largest = padded.view(-1, STATE_BLOCK).amax(1)
     scales = torch.where(largest == 0, 0.0, largest.clamp(min=2.0**-90))
     scales = torch.where(largest.isfinite(), scales, float("nan"))
-    full = SIGNED_RANGE if signed else UNSIGNED_RANGE
-    quotient = torch.full_like(scales, full) / scales  # a number / tensor would take the reciprocal
-    inverse = _per_element(torch.where(scales > 0, quotient, 0.0), n)
-    y = flat.abs() * inverse
-    if signed:
-        y = torch.where(y < full, y, full)
-        t = sqrt(y)
-    else:
-        s = sqrt(y)
-        s = torch.where(s < 65025.0, s, 65025.0)
-        t = sqrt(s)
+    quotient = (
+        torch.full_like(scales, BLOCK8_FULL) / scales
+    )  # a number / tensor would take the reciprocal
+    y = flat.abs() * _per_element(torch.where(scales > 0, quotient, 0.0), n)
+    y = torch.where(y < BLOCK8_FULL, y, BLOCK8_FULL)
+    shift, root = (1, SIGNED_ROOT) if signed else (2, UNSIGNED_ROOT)
+    code = from_bits((bits_of(y) >> shift) + root)
     if noise is None:
-        code = (t + 0.5).floor()
-    else:
-        low = t.floor()
-        if signed:
-            up = noise.float() * (low + low + 1) < (y - low * low) * 65536.0
-        else:
-            a, b = low * low, (low + 1) * (low + 1)
-            up = noise.float() * ((b - a) * (b + a)) < (s - a) * (s + a) * 65536.0
-        code = low + up.float()
+        code = code.round()
+    else:  # up with the probability that makes the mean of y right
+        code = code.floor()
+        a, b = _inverse_root(code, signed), _inverse_root(code + 1.0, signed)
+        code = code + (noise.float() * (b - a) < (y - a) * 65536.0).float()
     if signed:
-        code = code.copysign(flat)
-    else:
-        code = torch.where((flat != 0) & (code < 1), 1.0, code)
-    return code.to(torch.int8 if signed else torch.uint8).view(x.shape), scales
+        return code.copysign(flat).to(torch.int8).view(x.shape), scales
+    return torch.where((flat != 0) & (code < 1), 1.0, code).to(torch.uint8).view(x.shape), scales
