@@ -958,9 +958,9 @@ def arguments(rank, world):
         ({"bucket_mb": 0}, ValueError, "bucket_mb: expected a positive number"),
         ({"bucket_mb": "big"}, TypeError, "bucket_mb"),
         (
-            {"wire_dtype": "int8"},
+            {"wire_dtype": "int4"},
             ValueError,
-            "wire_dtype: expected None or torch.bfloat16, got int8",
+            'wire_dtype: expected None, torch.bfloat16 or "int8", got int4',
         ),
         ({"unused": "ignore"}, ValueError, "unused: expected one of error, zero, skip"),
         ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),

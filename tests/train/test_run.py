@@ -204,6 +204,20 @@ def test_zero_divides_memory_and_changes_no_bit(tmp_path, text):
         assert record["comm_bytes"] > 0 <= record["imbalance"] and 0 <= record["comm_overlap"] <= 1
 
 
+def test_int8_wire_learns_and_keeps_its_errors(tmp_path, text):
+    given = options(tmp_path, text, steps=30, lr=1e-2, eval_every=0, zero=2)
+    two_ranks({**given, "name": "exact"})
+    two_ranks({**given, "name": "int8", "wire": "int8", "stop_after": 15})
+    checkpoint = tmp_path / "runs/int8/checkpoints/step_00000015"
+    saved = load_file(checkpoint / "optimizer.safetensors")
+    assert saved["wire_error.embedding.weight"].abs().max() > 0
+    two_ranks({"out": given["out"], "name": "int8", "resume": True, "zero": 0})
+    exact, rounded = (
+        records(tmp_path / f"runs/{n}")[-1]["heldout_loss"] for n in ("exact", "int8")
+    )
+    assert rounded == pytest.approx(exact, rel=0.01)
+
+
 def test_ctrl_c_stops_with_a_checkpoint(tmp_path, text):
     process = start(options(tmp_path, text, steps=100000, eval_every=0))
     read_until(process, "step      3/")

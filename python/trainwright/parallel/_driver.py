@@ -55,7 +55,7 @@ class Driver:
         timeout: float,
         check_layouts: Callable[[], None],
     ) -> None:
-        self._wire = wire
+        self.wire = wire
         self._averaging = Averaging(
             wire.world, wire.rank, device, wire_dtype=wire_dtype, ordered=ordered
         )
@@ -90,7 +90,7 @@ class Driver:
         """Open a step: tell the other ranks this rank's weight and layout."""
         self._round = round_
         self._issued, self._sent = 0, ()
-        if self._wire.world == 1:
+        if self.wire.world == 1:
             round_.agree([round_.words()])
             return
         self._reopen()
@@ -102,7 +102,7 @@ class Driver:
         """Average a bucket. Called in the same order of buckets on all ranks."""
         assert self._round is not None
         self._round.jobs.append(job)
-        if self._wire.world == 1:
+        if self.wire.world == 1:
             for _ in self._averaging.steps(job, self._round):
                 raise AssertionError("nothing is sent by a single rank")
             return
@@ -126,7 +126,7 @@ class Driver:
     def finish(self, footer: bytes) -> None:
         """Close a step: what each rank has to say about it, after its last bucket."""
         assert self._round is not None
-        if self._wire.world == 1:
+        if self.wire.world == 1:
             self._round.footer = [footer]
             return
         with self._cond:
@@ -138,7 +138,7 @@ class Driver:
         self._reopen()
         for job in jobs:
             self.reduce(job)
-        if self._wire.world > 1:
+        if self.wire.world > 1:
             self._count_down()
 
     def _reopen(self) -> None:
@@ -148,7 +148,7 @@ class Driver:
 
     def wait(self) -> None:
         """Until the buckets and the footers of the step are here; raises the step's error."""
-        if self._wire.world > 1:
+        if self.wire.world > 1:
             mark, deadline = None, time.monotonic() + self._timeout
             while not self._idle.wait(min(1.0, self._timeout / 4)):
                 if mark != (self._issued, self._unfinished):  # slow, but it moves
@@ -182,6 +182,17 @@ class Driver:
             self.fail(str(error))
             self.raise_error()
 
+    def of_all_ranks(self, x: Tensor) -> Tensor:
+        """(W, *x.shape): a small CPU tensor of each rank, between two steps. Collective."""
+        wire = self.wire
+        if wire.world == 1:
+            return x.unsqueeze(0)
+        every = x.new_empty(wire.world, *x.shape)
+        self.announce(f"all-gather of {x.numel()} numbers", None, "all-gather")
+        assert wire.control is not None
+        self.wait_for(wire.control.all_gather(every.view(-1), x.reshape(-1)))
+        return every
+
     def raise_error(self) -> None:
         if self.error is not None:
             raise self.error.again()
@@ -194,9 +205,9 @@ class Driver:
 
     def interrupted(self) -> None:
         """This rank's backward ended in an exception, with part of its step already sent: no rank can go on."""
-        me, step = self._wire.ranks[self._wire.rank], self.round.step
+        me, step = self.wire.ranks[self.wire.rank], self.round.step
         error = CollectiveError(
-            f"{self._wire.name}: an exception interrupted the backward of rank {me} in the middle of step {step}",
+            f"{self.wire.name}: an exception interrupted the backward of rank {me} in the middle of step {step}",
             ranks=(me,), step=step, operation="backward",
         )  # fmt: skip
         assert self.watch is not None
@@ -213,24 +224,24 @@ class Driver:
             # A thread that still runs when the interpreter ends would take the process down with it.
             if threading.current_thread() is not self._thread:
                 self._thread.join(2.0)
-        self._wire.close()
+        self.wire.close()
 
     # ---- collectives
 
     def _issue(self, collective: Collective, bucket: Bucket, phase: int) -> _Ticket:
         assert self._round is not None
         operation, x, start = collective
-        share = (self._wire.world - 1) / self._wire.world * (2 if operation == "all-reduce" else 1)
+        share = (self.wire.world - 1) / self.wire.world * (2 if operation == "all-reduce" else 1)
         self._round.sent_bytes += int(x.numel() * x.element_size() * share)
         doing = f"bucket {bucket.index}, {operation} of {x.numel()} elements"
-        channel = self._wire.gather if phase else self._wire.scatter
+        channel = self.wire.gather if phase else self.wire.scatter
         return self._start(start, channel, doing, bucket.index, operation)
 
     def _tell(self, words: Tensor, doing: str) -> _Ticket:
         """Start to exchange a small CPU tensor; `told` of the ticket, (W, len(words)), will have that of every rank."""
-        told = words.new_empty(self._wire.world, len(words))
+        told = words.new_empty(self.wire.world, len(words))
         ticket = self._start(
-            lambda c: c.all_gather(told.view(-1), words), self._wire.control, doing, None, "all-gather"
+            lambda c: c.all_gather(told.view(-1), words), self.wire.control, doing, None, "all-gather"
         )  # fmt: skip
         ticket.words, ticket.told = words, told
         return ticket
@@ -246,12 +257,12 @@ class Driver:
         """Issue one collective; its completion wakes the driver."""
         assert self._round is not None and self.watch is not None
         self._issued += 1
-        if channel is self._wire.scatter or channel is self._wire.control:
+        if channel is self.wire.scatter or channel is self.wire.control:
             self._sent += (doing.partition(",")[0],)
         position = Position(self._round.step, self._issued, doing, bucket, operation, self._sent)
         self.watch.position = position
         ticket = _Ticket(start(channel), position)
-        if self._stream is not None and channel is not self._wire.control:
+        if self._stream is not None and channel is not self.wire.control:
             ticket.work.wait()  # orders the stream; the host goes on
             ticket.done = True
             return ticket
@@ -376,7 +387,7 @@ class Driver:
                 self.error = error.again()
             self._idle.set()
             self._cond.notify()
-        self._wire.abort()
+        self.wire.abort()
 
 
 def _one_thread() -> None:

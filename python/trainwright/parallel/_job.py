@@ -25,6 +25,7 @@ class Job:
     # Of a sharded bucket: rank r's part is [cuts[r], cuts[r + 1]), and the average of this rank's goes to `average`.
     cuts: tuple[int, ...] | None = None
     average: Tensor | None = None
+    errors: tuple[Tensor, Tensor | None] | None = None  # of the int8 wire, see `_feedback`
     complete: bool = False
     ready: Any = None  # CUDA event after the gradients
     finished: Any = None  # CUDA event after the averages

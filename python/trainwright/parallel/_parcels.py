@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.parallel._shard_set import ShardSet
+from trainwright.parallel._driver import Driver
 
 CHUNK_BYTES = 16 << 20
 
@@ -24,39 +24,39 @@ def _unpacked(data: Tensor) -> Any:
     return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=False)
 
 
-def collect(home: ShardSet, value: Any) -> list[Any]:
+def collect(driver: Driver, value: Any) -> list[Any]:
     """The value of each rank, on the first rank; nothing elsewhere. Collective."""
-    world, rank = home.wire.world, home.wire.rank
+    world, rank = driver.wire.world, driver.wire.rank
     if world == 1:
         return [value]
     mine = _packed(value) if rank else torch.empty(0, dtype=torch.uint8)
-    sizes = [int(n) for n in home.of_all_ranks(torch.tensor([mine.numel()])).flatten()]
+    sizes = [int(n) for n in driver.of_all_ranks(torch.tensor([mine.numel()])).flatten()]
     nothing = mine[:0]
     every = [torch.empty(n if rank == 0 else 0, dtype=torch.uint8) for n in sizes]
     for begin in range(0, max(sizes), CHUNK_BYTES):
         end = begin + CHUNK_BYTES
         sends = [mine[begin:end], *[nothing] * (world - 1)]
-        _exchange(home, [data[begin:end] for data in every], sends, max(sizes))
+        _exchange(driver, [data[begin:end] for data in every], sends, max(sizes))
     return [value, *map(_unpacked, every[1:])] if rank == 0 else []
 
 
-def hand_out(home: ShardSet, values: Sequence[Any]) -> Any:
+def hand_out(driver: Driver, values: Sequence[Any]) -> Any:
     """`values[r]` of the first rank, on rank r. Collective."""
-    world, rank = home.wire.world, home.wire.rank
+    world, rank = driver.wire.world, driver.wire.rank
     if world == 1:
         return values[0]
     empty = torch.empty(0, dtype=torch.uint8)
     every = [empty, *(_packed(value) for value in values[1:])] if rank == 0 else [empty] * world
-    sizes = home.of_all_ranks(torch.tensor([data.numel() for data in every]))[0].tolist()
+    sizes = driver.of_all_ranks(torch.tensor([data.numel() for data in every]))[0].tolist()
     mine = torch.empty(sizes[rank], dtype=torch.uint8)
     for begin in range(0, max(sizes), CHUNK_BYTES):
         end = begin + CHUNK_BYTES
         outs = [mine[begin:end], *[empty] * (world - 1)]
-        _exchange(home, outs, [data[begin:end] for data in every], max(sizes))
+        _exchange(driver, outs, [data[begin:end] for data in every], max(sizes))
     return values[0] if rank == 0 else _unpacked(mine)
 
 
-def _exchange(home: ShardSet, outs: list[Tensor], sends: list[Tensor], total: int) -> None:
-    home.driver.announce("state dict", None, "exchange")
-    assert home.wire.control is not None
-    home.driver.wait_for(home.wire.control.exchange(outs, sends, total))
+def _exchange(driver: Driver, outs: list[Tensor], sends: list[Tensor], total: int) -> None:
+    driver.announce("state dict", None, "exchange")
+    assert driver.wire.control is not None
+    driver.wait_for(driver.wire.control.exchange(outs, sends, total))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainwright.parallel import _checks, _gradients
 from trainwright.parallel._driver import Driver
+from trainwright.parallel._feedback import Feedback
 from trainwright.parallel._footer import Footer
 from trainwright.parallel._job import Job, Round
 from trainwright.parallel._replicas import BufferSync
@@ -53,7 +54,7 @@ class Reducer:
         device: torch.device,
         *,
         bucket_mb: float | str,
-        wire_dtype: torch.dtype | None,
+        wire_dtype: Any,
         unused: str,
         ordered: bool,
         timeout: float,
@@ -76,6 +77,10 @@ class Reducer:
         self._touched: set[int] = set()  # parameters that got a gradient since the last step
         self._step = 0
         self._sums = Sums()
+        names = [name for name, _, _, _ in self._places]
+        self.feedback = (
+            Feedback(names, wire.world, wire.rank, device) if wire_dtype == "int8" else None
+        )
         me = weakref.ref(self)
 
         def check_layouts() -> None:
@@ -85,7 +90,7 @@ class Reducer:
                 _checks.compare_layouts(wire, layout, timeout, moment=f"step {reducer._step}")
 
         self.driver = Driver(
-            wire, device, wire_dtype=wire_dtype, ordered=ordered, timeout=timeout,
+            wire, device, wire_dtype=None if self.feedback else wire_dtype, ordered=ordered, timeout=timeout,
             check_layouts=check_layouts,
         )  # fmt: skip
         self.handles = []
@@ -211,6 +216,8 @@ class Reducer:
         if job.sums is not None:
             self.driver.add(job, b.weight)
         if b.mode == "sync":
+            if self.feedback is not None:
+                job.errors = self.feedback.of(plan, bucket)
             self.driver.reduce(job)
 
     def _job(self, b: Backward, bucket: Bucket) -> Job:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.errors import check_bool, check_int, check_number, type_error, value_error
-from trainwright.parallel import _checks
+from trainwright.parallel import _checks, _feedback, _parcels
 from trainwright.parallel._driver import TIMEOUT_SHARE
 from trainwright.parallel._replicas import BufferSync, broadcast_from_first
 from trainwright.parallel._wire import connect
@@ -19,6 +19,7 @@ from trainwright.parallel.buckets import Reducer, StepStats
 
 __all__ = ["DataParallel"]
 
+WIRE_ERROR = "wire_error"
 UNUSED = ("error", "zero", "skip")
 
 
@@ -34,8 +35,10 @@ class DataParallel(nn.Module):
         module: parameters on one device. They, and the buffers, are set to those of the group's rank 0.
         group: a `torch.distributed` group; None is all ranks. NCCL for GPUs, Gloo for CPUs.
         bucket_mb: size of a bucket in MiB, or "auto" (see `FlatLayout.build`). It changes no bit of the result.
-        wire_dtype: None sends gradients without loss; `torch.bfloat16` halves the bytes of fp32 gradients. Either way
-            they are summed in fp32 (fp64 for fp64).
+        wire_dtype: None sends gradients without loss; `torch.bfloat16` halves the bytes of fp32 gradients; "int8" sends
+            a quarter: codes with one fp32 step per 256 elements, and what their rounding loses is added to the next
+            gradient (error feedback, 4 bytes per parameter and more for the averages). They are always summed in fp32
+            (fp64 for fp64, but fp32 over int8). Where int8's blocks begin, and so the rounding, depends on the buckets.
         unused: what becomes of a parameter that got no gradient: "error" raises in the same backward, on every rank,
             naming it; "zero" counts it as zero; "skip" does too, but leaves None where no rank had a gradient.
         deterministic: sum in rank order at every position, so that neither bucket size nor placement changes a bit.
@@ -90,8 +93,8 @@ class DataParallel(nn.Module):
             check_number(op, "bucket_mb", bucket_mb)
             if not float(bucket_mb) > 0:
                 raise value_error(op, "bucket_mb", 'a positive number or "auto"', bucket_mb)
-        if wire_dtype not in (None, torch.bfloat16):
-            raise value_error(op, "wire_dtype", "None or torch.bfloat16", wire_dtype)
+        if wire_dtype not in (None, torch.bfloat16, "int8"):
+            raise value_error(op, "wire_dtype", 'None, torch.bfloat16 or "int8"', wire_dtype)
         if unused not in UNUSED:
             raise value_error(op, "unused", f"one of {', '.join(UNUSED)}", repr(unused))
         if deterministic is not None:
@@ -108,7 +111,7 @@ class DataParallel(nn.Module):
         self._reducer = self._reducer_class(wire.world)(
             module, wire, device,
             bucket_mb=bucket_mb,
-            wire_dtype=wire_dtype if isinstance(wire_dtype, torch.dtype) else None,
+            wire_dtype=wire_dtype,
             unused=unused, ordered=ordered, timeout=timeout,
         )  # fmt: skip
         handles = self._reducer.handles
@@ -142,11 +145,33 @@ class DataParallel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of `module`, with its keys."""
-        return self.module.state_dict(*args, **kwargs)
+        """That of `module`, with its keys. Over the int8 wire it also has "wire_error": this rank's error feedback."""
+        found = self.module.state_dict(*args, **kwargs)
+        if self._reducer.feedback is not None:
+            found[WIRE_ERROR] = self._reducer.feedback.by_name()
+        return found
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As `module`'s; "wire_error" is used if this wire is int8, and ignored otherwise."""
+        rest = {k: v for k, v in state_dict.items() if k != WIRE_ERROR}
+        if WIRE_ERROR in state_dict and self._reducer.feedback is not None:
+            self._reducer.feedback.load(state_dict[WIRE_ERROR])
+        return self.module.load_state_dict(rest, *args, **kwargs)
+
+    def error_feedback(self) -> dict[str, Tensor]:
+        """The int8 wire's errors by parameter, flat fp32 on the CPU: the mean over the ranks, on the group's rank 0,
+        and nothing elsewhere. Collective; empty for another wire.
+        """
+        feedback = self._reducer.feedback
+        if feedback is None:
+            return {}
+        mine = _feedback.total(feedback.by_name())
+        return _feedback.mean(_parcels.collect(self._reducer.driver, mine) or [{}])
+
+    def load_error_feedback(self, errors: Mapping[str, Tensor]) -> None:
+        """Continue with what `error_feedback` returned, at any world size: every rank passes the same."""
+        if self._reducer.feedback is not None:
+            self._reducer.feedback.load({"sent": errors})
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)

@@ -17,7 +17,7 @@ from trainwright.ops._optimizer_formats import STATE_BLOCK
 from trainwright.ops.grad_norm import clip_grad_norm_
 from trainwright.optim._base import FusedOptimizer
 from trainwright.optim.adamw import AdamW
-from trainwright.parallel import _checks, _parcels, _sharded_step, _zero_state
+from trainwright.parallel import _checks, _feedback, _parcels, _sharded_step, _zero_state
 from trainwright.parallel._blocks import Block, find_blocks, ranges_of
 from trainwright.parallel._gathering import BlockSet
 from trainwright.parallel._replicas import broadcast_from_first
@@ -26,7 +26,7 @@ from trainwright.parallel._sharded_reducer import ShardedReducer
 from trainwright.parallel._shards import Range, divide
 from trainwright.parallel._uses import Uses
 from trainwright.parallel.buckets import Reducer, StepStats
-from trainwright.parallel.data import DataParallel
+from trainwright.parallel.data import WIRE_ERROR, DataParallel
 from trainwright.parallel.layout import FlatLayout, bucket_bytes
 
 __all__ = ["Zero"]
@@ -275,22 +275,24 @@ class Zero(DataParallel):
                 found[key] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
             return found
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         with self._whole(fetch=True):
-            return super().load_state_dict(*args, **kwargs)
+            return super().load_state_dict(state_dict, *args, **kwargs)
 
     def full_state_dict(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ...}`` on the group's rank 0, ``{}`` elsewhere. Collective.
 
         Copies on the CPU: what ``module.state_dict()`` and the state_dict() of the same optimizer without Zero hold,
-        so either side can load the other's.
+        so either side can load the other's. Over the int8 wire also "wire_error", what `error_feedback` returns.
         """
-        parts = _parcels.collect(self._set, _zero_state.optimizer_part(self.optimizer))
+        errors = self.error_feedback()
+        parts = _parcels.collect(self._set.driver, _zero_state.optimizer_part(self.optimizer))
         with self._whole(fetch=True):
             if self._set.wire.rank:
                 return {}
             model = {k: _zero_state.cpu(v) for k, v in self.module.state_dict().items()}
-        return {"model": model, "optimizer": _zero_state.full_optimizer(self.optimizer, parts)}
+        full = {"model": model, "optimizer": _zero_state.full_optimizer(self.optimizer, parts)}
+        return {**full, WIRE_ERROR: errors} if errors else full
 
     def load_full_state_dict(self, sd: Mapping[str, Any]) -> None:
         """Load what `full_state_dict` returned at any world size. Collective; only rank 0's argument is read.
@@ -315,14 +317,20 @@ class Zero(DataParallel):
                 _zero_state.check_groups(self.optimizer, groups)
                 names, ranges = self._set.names, self._set.ranges
                 letters = [
-                    (None, groups, _zero_state.parts_for(r, names, ranges, wholes))
+                    (
+                        None,
+                        groups,
+                        _zero_state.parts_for(r, names, ranges, wholes),
+                        sd.get(WIRE_ERROR, {}),
+                    )
                     for r in range(world)
                 ]
             except Exception as error:
-                letters = [(f"{type(error).__name__}: {error}", [], {})] * world
-        problem, groups, part = _parcels.hand_out(self._set, letters)
+                letters = [(f"{type(error).__name__}: {error}", [], {}, {})] * world
+        problem, groups, part, errors = _parcels.hand_out(self._set.driver, letters)
         if problem is not None:
             raise ValueError(f"Zero.load_full_state_dict: sd: {problem}")
+        self.load_error_feedback(errors)
         if world > 1:
             tensors = [*self._set.params, *self.module.buffers()]
             broadcast_from_first(self._set.wire, tensors, self._set.driver.wait_for)
@@ -333,7 +341,14 @@ class Zero(DataParallel):
 
         Buffers, and whatever else the module's state_dict holds, are in rank 0's part.
         """
-        return _zero_state.shard_of(self.module, self.optimizer)
+        shard = _zero_state.shard_of(self.module, self.optimizer)
+        feedback = self._reducer.feedback
+        if feedback is not None:
+            shard[WIRE_ERROR] = {
+                kind: {name: _zero_state.cpu(values) for name, values in by_name.items()}
+                for kind, by_name in feedback.by_name().items()
+            }
+        return shard
 
     def load_sharded_state_dict(self, list_of_shards: Sequence[Mapping[str, Any]]) -> None:
         """Load the `sharded_state_dict` of all ranks of a run, of any world size and bucket size, bit for bit.
@@ -348,6 +363,11 @@ class Zero(DataParallel):
         _zero_state.check_groups(self.optimizer, groups)
         with self._whole(fetch=False):
             self.module.load_state_dict(_zero_state.joined_model(self.module, self._set, shards))
+        errors = [shard[WIRE_ERROR] for shard in shards if WIRE_ERROR in shard]
+        if self._reducer.feedback is not None and len(errors) == len(shards):
+            same = len(shards) == self._set.wire.world
+            mean = {"sent": _feedback.mean([_feedback.total(e) for e in errors])}
+            self._reducer.feedback.load(errors[self._set.wire.rank] if same else mean)
         rank, names, ranges = self._set.wire.rank, self._set.names, self._set.ranges
         part: dict[str, Any] = {}
         for i, (name, p) in enumerate(zip(names, self._set.params)):

@@ -55,7 +55,7 @@ class Config:
     clip: float = _option(1.0, "largest global gradient norm", fixed=True)
     seed: int = _option(0, "of the weights, the order of the data and the sample", fixed=True)
     wire: str = _option(
-        "none", "how gradients are rounded to travel between ranks", choices=("none", "bf16"), fixed=True
+        "none", "how gradients are rounded to travel between ranks", choices=("none", "bf16", "int8"), fixed=True
     )  # fmt: skip
     # Machine
     zero: int = _option(

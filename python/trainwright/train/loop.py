@@ -54,6 +54,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
+WIRE_ERROR = "wire_error."  # what a checkpoint calls the errors of the int8 wire
 WIRE_DTYPES = {"none": None, "bf16": torch.bfloat16, "int8": "int8"}
 
 
@@ -151,6 +152,7 @@ class Trainer:
     def save(self, folder: Path, step: int) -> None:
         """A checkpoint after `step` steps, written by rank 0."""
         full = self.zero.full_state_dict() if self.zero else {}
+        errors = self.parallel.error_feedback()
 
         def write() -> None:
             model = full["model"] if full else self.model.state_dict()
@@ -158,22 +160,30 @@ class Trainer:
             samples = step * self.config.global_batch
             state = {"samples": samples, "tokens": self.tokens, "world": self.ranks.world}
             saved = full["optimizer"] if full else self.optimizer.state_dict()
-            packed = checkpoint.pack_optimizer(saved, self.names)
-            checkpoint.save(folder / "checkpoints", step, weights, packed, state, self.config.keep)
+            tensors, values = checkpoint.pack_optimizer(saved, self.names)
+            tensors |= {WIRE_ERROR + name: error for name, error in errors.items()}
+            checkpoint.save(
+                folder / "checkpoints", step, weights, (tensors, values), state, self.config.keep
+            )
 
         self.ranks.first(write)
 
     def load(self, path: Path) -> int:
         """Continue from a checkpoint; returns the number of steps done."""
         loaded = checkpoint.load(path)
+        tensors = loaded.optimizer
+        errors = {k: tensors.pop(k) for k in list(tensors) if k.startswith(WIRE_ERROR)}
         state = checkpoint.unpack_optimizer(
-            self.optimizer.param_groups, self.names, loaded.optimizer, loaded.state["optimizer"]
+            self.optimizer.param_groups, self.names, tensors, loaded.state["optimizer"]
         )
         if self.zero:
             self.zero.load_full_state_dict({"model": loaded.model, "optimizer": state})
         else:
             self.model.load_state_dict(loaded.model)
             self.optimizer.load_state_dict(state)
+        self.parallel.load_error_feedback(
+            {k.removeprefix(WIRE_ERROR): v for k, v in errors.items()}
+        )
         self.tokens = loaded.state["tokens"]
         return loaded.step
 

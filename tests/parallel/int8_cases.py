@@ -1,0 +1,131 @@
+"""Cases of the int8 wire, which run in the ranks (see rank_pool.py)."""
+
+import torch
+import trainwright as tw
+from data_cases import assert_same_on_all_ranks, batch, everyone, grads, mlp, wrap
+from trainwright.parallel import Zero
+from zero_cases import TIMEOUT
+
+SIZES = (33, 61, 17)
+
+
+def make(dtype=torch.float32):
+    return mlp(*SIZES, dtype=dtype)
+
+
+def backward(model, rank, step, columns=33):
+    dtype = next(model.parameters()).dtype
+    model.zero_grad()
+    model.loss_weight(rank + 1)
+    model(batch(8, columns, dtype, seed=100 * rank + step)).square().mean().backward()
+
+
+def codes_and_errors_add_up(rank, world):
+    """Averages, the same codes on all ranks, plus what all ranks keep as errors are the exact averages, summed over
+    steps; a step sends a quarter of the bytes.
+    """
+    for bucket_mb in ("auto", 0.001):
+        exact = wrap(make(), bucket_mb=bucket_mb)
+        dp = wrap(make(), bucket_mb=bucket_mb, wire_dtype="int8")
+        sums = {name: torch.zeros_like(p) for name, p in dp.named_parameters()}
+        for step in range(4):
+            for model in (exact, dp):
+                backward(model, rank, step)
+            assert_same_on_all_ranks(grads(dp))
+            for name, p in exact.named_parameters():
+                sums[name] += p.grad - dict(dp.named_parameters())[name].grad
+        assert 0.25 < dp.stats().sent_bytes / exact.stats().sent_bytes < 0.28
+        errors = dp.error_feedback()
+        assert bool(errors) == (rank == 0)
+        for name, mean in errors.items():
+            torch.testing.assert_close(mean * world, sums[name].flatten(), rtol=1e-3, atol=2e-6)
+            assert mean.abs().max() > 0
+        assert len(errors) in (0, len(sums))
+
+
+def other_kinds_of_gradients(rank, world):
+    """bf16, accumulated, frozen and unfrozen, without an element, on one rank alone NaN."""
+    dp = wrap(make(torch.bfloat16), wire_dtype="int8", unused="skip", bucket_mb=0.001)
+    exact = wrap(make(torch.bfloat16), unused="skip", bucket_mb=0.001)
+    for step in range(4):
+        for model in (exact, dp):
+            model.module[0].requires_grad_(step % 2 == 0)
+            model.zero_grad()
+            for i in range(2):
+                with model.accumulate(i, 2):
+                    x = batch(4, 33, torch.bfloat16, seed=10 * step + i + rank)
+                    model(x).square().mean().backward()
+        for name, p in exact.named_parameters():
+            q = dict(dp.named_parameters())[name]
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                off = (p.grad - q.grad).float().abs().max()
+                assert off <= 0.05 * p.grad.float().abs().max()
+    assert set(dp.state_dict()["wire_error"]["sent"]) == {n for n, _ in dp.named_parameters()}
+    bias = dp.module[2].bias
+    dp.zero_grad()
+    loss = dp(batch(4, 33, torch.bfloat16)).square().mean()
+    (loss + bias[0] * (float("nan") if rank == world - 1 else 1.0)).backward()
+    assert bias.grad.isnan().any() and dp.module[0].weight.grad is None
+    backward(dp, rank, 1)
+    assert bias.grad.isfinite().all()
+
+
+def saved_and_resumed(rank, world):
+    """state_dict and sharded_state_dict hold this rank's errors: the next step is the same, bit for bit."""
+    for stage in (0, 1, 2, 3):
+        options = {"timeout": TIMEOUT, "wire_dtype": "int8", "bucket_mb": 0.001}
+
+        def build(stage=stage, options=options):
+            if stage:
+                zero = Zero(make(), stage=stage, lr=0.01, **options)
+                return zero, zero.optimizer
+            dp = wrap(make(), **options)
+            return dp, tw.optim.AdamW(dp.parameters(), lr=0.01)
+
+        runs = [build(), build()]
+        for step in range(2):
+            backward(runs[0][0], rank, step)
+            runs[0][1].step()
+        if stage:
+            runs[1][0].load_sharded_state_dict(everyone(runs[0][0].sharded_state_dict()))
+        else:
+            runs[1][0].load_state_dict(runs[0][0].state_dict())
+            runs[1][1].load_state_dict(runs[0][1].state_dict())
+        for model, optimizer in runs:
+            backward(model, rank, 2)
+            optimizer.step()
+        ours, theirs = (model.state_dict() for model, _ in runs)
+        for name in ("0.weight", "2.bias"):
+            assert torch.equal(ours[name], theirs[name]), (stage, name)
+        full = runs[0][0].full_state_dict() if stage else {}
+        if stage and rank == 0:
+            assert full["wire_error"].keys() == full["model"].keys()
+        if stage:
+            runs[1][0].load_full_state_dict(full)
+            again = runs[1][0].error_feedback()
+            for name, x in again.items():
+                torch.testing.assert_close(x, full["wire_error"][name])
+
+
+def zero_steps_as_data_parallel(rank, world):
+    """Stages 2 and 3 keep the averages of their own part as they are; all learn alike."""
+    losses = {}
+    for stage, wire in ((0, None), (0, "int8"), (1, "int8"), (2, "int8"), (3, "int8")):
+        options = {"timeout": TIMEOUT, "wire_dtype": wire, "bucket_mb": 0.001}
+        if stage:
+            model = Zero(make(), stage=stage, lr=0.01, **options)
+            optimizer = model.optimizer
+        else:
+            model = wrap(make(), **options)
+            optimizer = tw.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(30):
+            model.zero_grad()
+            loss = (model(batch(16, 33, torch.float32, seed=rank)) - 1.0).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses[stage, wire] = sum(everyone(loss.item())) / world
+    exact = losses.pop((0, None))
+    assert exact < 0.5
+    for loss in losses.values():
+        assert abs(loss - exact) <= 0.02 * exact, losses

@@ -1,0 +1,15 @@
+"""The int8 wire on Gloo ranks; the cases are in int8_cases.py."""
+
+import pytest
+
+CASES = {
+    "codes_and_errors_add_up": (2, 3),
+    "other_kinds_of_gradients": (3,),
+    "saved_and_resumed": (2,),
+    "zero_steps_as_data_parallel": (2,),
+}
+
+
+@pytest.mark.parametrize(("world", "case"), [(w, c) for c, worlds in CASES.items() for w in worlds])
+def test_int8_wire(rank_pools, world, case):
+    assert rank_pools.run(world, "int8_cases", case) == [None] * world
