@@ -334,6 +334,12 @@ def resolve(
     return _resolve(op, backend, _override, device, dtype, plain)
 
 
+def note(line: str) -> None:
+    """Add a line to what `explain` is collecting, if it is."""
+    if _record is not None:
+        _record.append(line)
+
+
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
     """Force a backend for the ops called inside, e.g. ``with tw.use_backend("torch"): ...``.

@@ -1,6 +1,7 @@
 """Schedules of split matrix products: right, as fast as the closed forms say, and every mutation of one is caught."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -9,20 +10,52 @@ from trainwright.parallel import (
     Schedule,
     ScheduleError,
     all_gather_matmul_schedule,
+    all_gather_panels_schedule,
+    matmul_all_reduce_schedule,
     matmul_reduce_scatter_schedule,
+    summa_schedule,
 )
 
 SIZES = [[4], [3, 3], [1, 0], [5, 4, 4], [2, 0, 1], [0, 0, 0], [7, 7, 6, 6], [1, 1, 0, 0, 1]]
+MESHES = [(1, 2), (2, 1), (2, 2), (1, 3), (2, 3)]
+
+
+def reducing(reduce):
+    """The two schedules that sum, with that order; one row or column per unit of a size, 5 of the other."""
+    return (
+        functools.partial(matmul_reduce_scatter_schedule, columns=5, reduce=reduce),
+        functools.partial(
+            matmul_all_reduce_schedule, rows=5, reduce=reduce, item_bytes=4, result_bytes=2
+        ),
+    )
+
+
+def summa(mesh, product, overlap):
+    """Panels held by every row and column of the mesh, one row of C empty."""
+    rows, cols = mesh
+    panels = [(k % cols, k % rows, 1 + k % 2) for k in range(3)]
+    return summa_schedule(
+        mesh, panels, [2, 0][:rows], [3, 1, 2][:cols], product=product, overlap=overlap
+    )
+
+
 SCHEDULES = [
     *(
-        all_gather_matmul_schedule(sizes, chunks=chunks, overlap=overlap)
+        make(sizes, chunks=chunks, overlap=overlap)
+        for make in (
+            all_gather_matmul_schedule,
+            functools.partial(all_gather_panels_schedule, columns=5),
+            *reducing("ordered"),
+            *reducing("ring"),
+        )
         for sizes in SIZES
         for chunks in (1, 2, 5)
         for overlap in (True, False)
     ),
     *(
-        matmul_reduce_scatter_schedule(sizes, overlap=overlap)
-        for sizes in SIZES
+        summa(mesh, product, overlap)
+        for mesh in MESHES
+        for product in ("ab", "da", "db")
         for overlap in (True, False)
     ),
 ]
@@ -74,10 +107,49 @@ def test_makespan_of_chunks_is_the_closed_form(t_c, t_x, alpha):
             assert 2 * t_c - 1e-9 <= got <= max(2 * t_c, linked) + t_x / s + alpha
 
 
+@pytest.mark.parametrize("reduce", ["ordered", "ring"])
+@pytest.mark.parametrize(("t_c", "t_x", "alpha"), [(1, 2, 0.01), (1, 3, 0.02)])
+def test_makespan_of_summed_chunks_is_the_closed_form(reduce, t_c, t_x, alpha):
+    """Two ranks, s chunks, the link as the bound: it carries all but the first product without a pause."""
+    for s in (1, 2, 4, 10, 64) if reduce == "ordered" else (1, 2):
+        costs = {"per_cost": t_c / s, "per_message": alpha, "per_size": t_x / s}
+        scattered = matmul_reduce_scatter_schedule([1, 1], columns=s, chunks=s, reduce=reduce)
+        linked = t_c / s + s * alpha + t_x
+        assert scattered.makespan(**costs) == pytest.approx(linked, abs=1e-9)
+        whole = matmul_all_reduce_schedule([1, 1], rows=s, reduce=reduce)
+        arrives = t_c + alpha + t_x  # the other's product; then the sum goes back
+        assert whole.makespan(**costs) == pytest.approx(arrives + alpha + t_x, abs=1e-9)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ring_of_many_chunks_is_near_the_closed_form(world):
+    """Every second chunk the link waits for a product of one chunk."""
+    for s, (t_c, t_x) in itertools.product((3, 8), RATIOS):
+        schedule = matmul_reduce_scatter_schedule([1] * world, columns=s, chunks=s, reduce="ring")
+        got = schedule.makespan(per_cost=t_c / s, per_message=0.0, per_size=t_x / s)
+        least = max(world * t_c, t_c / s + (world - 1) * t_x)
+        assert least - 1e-9 <= got <= least + t_c / 2 + 1e-9
+
+
+def test_makespan_of_panels_is_the_closed_form():
+    """s panels: either the products follow each other after the first panel, or the panels before the last product."""
+    for world, s, (t_c, t_x) in itertools.product((2, 3, 4), (1, 2, 8), RATIOS):
+        schedule = all_gather_panels_schedule([1] * world, columns=s, chunks=s)
+        got = schedule.makespan(per_cost=t_c / s, per_message=0.0, per_size=t_x / s)
+        products, messages = world * t_c, (world - 1) * t_x
+        expected = max(messages / s + products, messages + products / s)
+        assert got == pytest.approx(expected, abs=1e-9)
+
+
 def test_overlap_never_takes_longer():
     for sizes, costs in itertools.product(SIZES, [(1.0, 0.1, 2.0), (3.0, 0.0, 1.0)]):
         named = dict(zip(("per_cost", "per_message", "per_size"), costs))
-        for make in (all_gather_matmul_schedule, matmul_reduce_scatter_schedule):
+        for make in (
+            all_gather_matmul_schedule,
+            matmul_reduce_scatter_schedule,
+            *reducing("ordered"),
+            *reducing("ring"),
+        ):
             serial = make(sizes, overlap=False).makespan(**named)
             assert make(sizes).makespan(**named) <= serial + 1e-9
 
@@ -99,10 +171,10 @@ def without_one(schedule):
 
 
 def swapped_payloads(schedule):
-    """Two messages that a rank sends or receives, exchanged: their peers stay."""
+    """Two messages that a rank sends or receives one soon after the other, exchanged: their peers stay."""
     for (rank, actions), kind in itertools.product(enumerate(schedule.ranks), ("send", "recv")):
         places = [i for i, a in enumerate(actions) if a.kind == kind]
-        for i, j in itertools.combinations(places, 2):
+        for i, j in ((i, j) for n, i in enumerate(places) for j in places[n + 1 : n + 4]):
             a, b = actions[i], actions[j]
             if (a.reads, a.writes, a.content) == (b.reads, b.writes, b.content):
                 continue  # the same shard to two peers: exchanging them changes nothing

@@ -12,12 +12,15 @@ from trainwright.parallel._summa import panels_of
 ON_WORLD = {
     1: ["one_dimension", "summa", "cross_entropy", "embedding"],
     2: [
-        "one_dimension", "summa", "overlap_changes_no_bit", "summa_that_does_not_fit", "matmul_messages",
-        "cross_entropy", "extreme_logits", "all_ignored", "embedding", "gradient_sums_in_fp32", "tied",
-        "vocab_messages",
+        "one_dimension", "summa", "overlap_changes_no_bit", "decisions_are_alike", "several_matrices",
+        "replicated_weight", "summa_that_does_not_fit", "matmul_messages", "cross_entropy", "extreme_logits",
+        "all_ignored", "embedding", "gradient_sums_in_fp32", "tied", "vocab_messages",
     ],
-    3: ["one_dimension", "summa", "cross_entropy", "extreme_logits", "embedding", "tied"],
-    4: ["summa", "cross_entropy", "embedding"],
+    3: [
+        "one_dimension", "summa", "overlap_changes_no_bit", "replicated_weight", "cross_entropy", "extreme_logits",
+        "embedding", "tied",
+    ],
+    4: ["one_dimension", "summa", "cross_entropy", "embedding"],
 }  # fmt: skip
 
 

@@ -1,15 +1,15 @@
 """Shards on the move: the collectives that the tensor-parallel layers overlap with their matrix products.
 
-All are built from point-to-point messages, after a schedule, and torch.distributed collectives, run the same on Gloo
-and NCCL, take shards of any size (also empty ones), and sum in fp32 (fp64 for fp64) in rank order, so that overlap,
-chunk count and timing never change a bit. Every rank of the group must call them in the same order.
+All follow a schedule of point-to-point messages, run the same on Gloo and NCCL, take shards of any size (also empty
+ones), and add in an order that depends on the shapes and the number of ranks alone, so that overlap, chunk count and
+timing never change a bit. Every rank of the group must call them in the same order.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,22 @@ from torch import Tensor
 
 from trainwright.errors import value_error
 from trainwright.ops._library import acc_dtype
-from trainwright.parallel._schedule_runtime import perform
-from trainwright.parallel._sizes import shard_slice, split_evenly
-from trainwright.parallel.schedule import (
-    Action,
-    Schedule,
-    all_gather_matmul_schedule,
+from trainwright.parallel._gather_schedules import all_gather_matmul_schedule
+from trainwright.parallel._panel_schedules import all_gather_panels_schedule
+from trainwright.parallel._reduce_schedules import (
+    matmul_all_reduce_schedule,
     matmul_reduce_scatter_schedule,
 )
+from trainwright.parallel._schedule_runtime import Group, OneGroup, as_bytes, perform
+from trainwright.parallel._sizes import shard_slice, split_evenly
+from trainwright.parallel.cost_model import CANDIDATES, Choice, CostModel, calibrate, choose
+from trainwright.parallel.schedule import Action, Schedule
 
-Group = dist.ProcessGroup | None
 # torch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-CHUNK_BYTES = 1 << 20  # a chunk smaller than this costs more in messages than its overlap saves
-MAX_CHUNKS = 4
+WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCES = ("ordered", "ring")
+PACKED_ROWS = 16  # of one operand: about as long to multiply as the other operand takes to be packed once more
 
 
 def check_group(op: str, group: Group) -> None:
@@ -44,165 +46,370 @@ def check_group(op: str, group: Group) -> None:
         raise value_error(op, "group", "a group that this rank is in", "a group without it")
 
 
+@dataclass(frozen=True)
+class How:
+    """How a split product communicates; `op` names it in the log of decisions.
+
+    `width` is the largest shard of the dimension that is split (over all weights of a gathered input), by which all
+    ranks predict alike.
+    """
+
+    op: str
+    group: Group
+    overlap: bool = True
+    wire_dtype: torch.dtype | None = None
+    reduce: str = "ordered"
+    width: int = 0
+
+    @staticmethod
+    def checked(
+        op: str, group: Group, overlap: object, wire_dtype: object, reduce: object, width: int = 0
+    ) -> How:
+        check_group(op, group)
+        if overlap not in ("auto", "off"):
+            raise value_error(op, "overlap", "'auto' or 'off'", repr(overlap))
+        if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
+            raise value_error(
+                op, "wire_dtype", "None, torch.float32, torch.bfloat16 or torch.float16", wire_dtype
+            )
+        if reduce not in REDUCES:
+            raise value_error(op, "reduce", "'ordered' or 'ring'", repr(reduce))
+        return How(op, group, overlap == "auto", wire_dtype, reduce, width)
+
+    @property
+    def world(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def wire(self, dtype: torch.dtype) -> torch.dtype:
+        """What values of `dtype` travel in: the narrower of it and wire_dtype."""
+        narrower = self.wire_dtype is not None and self.wire_dtype.itemsize < dtype.itemsize
+        return self.wire_dtype if narrower and self.wire_dtype is not None else dtype
+
+    def model(self, dtype: torch.dtype, device: torch.device) -> Callable[[], CostModel]:
+        return functools.partial(calibrate, self.group, dtype=dtype, device=device)
+
+
+def gather_shapes(shape: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
+    """By dimension, that of every rank."""
+    world = dist.get_world_size(group)
+    mine = torch.tensor([list(shape)], dtype=torch.int64, device=device)
+    if world == 1:
+        every = mine
+    else:
+        every = mine.new_empty(world, len(shape))
+        _all_gather(every, mine, group=group)
+    return every.t().tolist()
+
+
 def gather_sizes(size: int, group: Group, device: torch.device) -> list[int]:
     """The `size` of every rank."""
-    world = dist.get_world_size(group)
-    if world == 1:
-        return [size]
-    mine = torch.tensor([size], dtype=torch.int64, device=device)
-    every = mine.new_empty(world)
-    _all_gather(every, mine, group=group)
-    return [int(s) for s in every.tolist()]
+    return gather_shapes([size], group, device)[0]
 
 
-@functools.lru_cache(maxsize=256)
-def _gather_schedule(sizes: tuple[int, ...], overlap: bool) -> Schedule:
-    return all_gather_matmul_schedule(sizes, overlap=overlap)
+_MAKERS: dict[str, Callable[..., Schedule]] = {
+    "rows": all_gather_matmul_schedule,
+    "panels": all_gather_panels_schedule,
+    "scatter": matmul_reduce_scatter_schedule,
+    "all": matmul_all_reduce_schedule,
+}
 
 
-@functools.lru_cache(maxsize=256)
-def _scatter_schedule(sizes: tuple[int, ...], overlap: bool) -> Schedule:
-    return matmul_reduce_scatter_schedule(sizes, overlap=overlap)
+@functools.lru_cache(maxsize=512)
+def _schedule(
+    kind: str, sizes: tuple[int, ...], options: tuple[tuple[str, object], ...], chunks: int, overlap: bool
+) -> Schedule:  # fmt: skip
+    return _MAKERS[kind](sizes, chunks=chunks, overlap=overlap, **dict(options))
 
 
-def gathered_shards(
-    mine: Tensor, shapes: Sequence[Sequence[int]], group: Group, overlap: bool
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, shard) for every rank: this rank's own first, then those of rank-1, rank-2, ... as they arrive, and
-    the empty ones last. `all_gather_matmul_schedule` says when what is sent.
+def _planned(
+    kind: str, sizes: Sequence[int], how: How, like: Tensor, sent_bytes: int, repeated_flops: float,
+    fixed_chunks: int | None, **options: object,
+) -> tuple[Schedule, Choice]:  # fmt: skip
+    """The schedule of a call, and the choice that it came from."""
+    key = (tuple(sizes), tuple(options.items()))
+    build = functools.partial(_schedule, kind, *key)
+    candidates = CANDIDATES if fixed_chunks is None else (fixed_chunks,)
+    if not how.overlap:
+        return build(candidates[0], False), Choice(None, False, candidates[0], False)
+    dtype = str(like.dtype).removeprefix("torch.")
+    numbers = "".join(f" {n}={v}" for n, v in options.items())
+    call = f"{how.op} {kind} {list(sizes)}{numbers} {dtype} over {how.world} ranks"
+    choice = choose(
+        call, sent_bytes, how.world - 1, like.device, how.model(like.dtype, like.device), build,
+        repeated_flops, candidates,
+    )  # fmt: skip
+    return build(choice.chunks, choice.overlap), choice
 
-    A yielded shard is valid until the next one is asked for.
+
+def _on_wire(x: Tensor, how: How) -> Tensor:
+    return x.to(how.wire(x.dtype)).contiguous()
+
+
+def _off_wire(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the products take it: they mix dtypes, but not fp64 with others."""
+    return x.to(dtype) if dtype == torch.float64 else x
+
+
+def gathered_rows(
+    mine: Tensor, sizes: Sequence[int], how: How, row_flops: float
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows, part) until all rows of all ranks were there: this rank's own first, then those of rank-1, rank-2,
+    ...
+    as they arrive, in parts of rows. `all_gather_matmul_schedule` says when what is sent.
+
+    A yielded part is valid until the next one is asked for. It is in the dtype that travels.
 
     Args:
-        mine: this rank's shard; contiguous, and not to be modified before the iterator ends.
-        shapes: shape of every rank's shard.
+        mine: (sizes[rank], K), this rank's rows, not to be modified before the iterator ends.
+        sizes: rows of every rank.
+        row_flops: of the products of a row.
     """
-    sizes = tuple(math.prod(shape) for shape in shapes)
-    tensors = {"x": mine.reshape(-1)}
-    schedule = _gather_schedule(sizes, overlap)
-    for action in perform(schedule, tensors, mine, group):
-        rank = int(action.content[1:].split(".")[0])  # y<rank>.<part>
-        yield rank, tensors[action.reads[0]][: sizes[rank]].view(tuple(shapes[rank]))
-    for rank, size in enumerate(sizes):
-        if size == 0:
-            yield rank, mine.new_empty(tuple(shapes[rank]))
+    own, width = _on_wire(mine, how), mine.shape[1]
+    row_bytes = width * own.element_size()
+    if row_bytes == 0 or how.world == 1:
+        for rank, rows in enumerate(sizes):
+            if rows:
+                part = own if rank == how.rank else own.new_empty(rows, 0)
+                yield shard_slice(sizes, rank), _off_wire(part, mine.dtype)
+        return
+    schedule, choice = _planned(
+        "rows", sizes, how, mine, max(sizes) * row_bytes * (how.world - 1),
+        PACKED_ROWS * row_flops * how.world, None, row_bytes=row_bytes, row_cost=row_flops,
+    )  # fmt: skip
+    tensors, begins = {}, [_starts(split_evenly(n, choice.chunks)) for n in sizes]
+    for j, name in enumerate(schedule.holds[how.rank]):
+        first, rows = begins[how.rank][j]
+        tensors[name] = as_bytes(own[first : first + rows])
+    for action in perform(schedule, tensors, mine.device, OneGroup(how.group)):
+        rank, j = map(int, action.content[1:].split("."))  # y<rank>.<part>
+        first, rows = begins[rank][j]
+        part = tensors[action.reads[0]][: rows * row_bytes].view(own.dtype).view(rows, width)
+        first += shard_slice(sizes, rank).start
+        yield slice(first, first + rows), _off_wire(part, mine.dtype)
+    choice.done()
+
+
+def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, count) of every part."""
+    return [(shard_slice(sizes, j).start, n) for j, n in enumerate(sizes)]
+
+
+def gathered_panels(
+    mine: Tensor, sizes: Sequence[int], how: How, item_flops: float, fixed_chunks: int | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (columns, panel) until all columns were there: some columns of the rows of all ranks, (Σ sizes, width).
+
+    A product over the rows of a panel adds them in the order of the ranks, as one process would. A yielded panel is
+    valid until the next one is asked for, and in the dtype that travels.
+
+    Args:
+        mine: (sizes[rank], columns), this rank's rows, not to be modified before the iterator ends.
+        sizes: rows of every rank.
+        item_flops: of the products of one element.
+        fixed_chunks: the number of panels, where what the caller does with them depends on it.
+    """
+    columns, total = mine.shape[1], sum(sizes)
+    if how.world == 1:
+        widths = split_evenly(columns, fixed_chunks or 1)
+        for first, width in _starts(widths):
+            if width:
+                here = slice(first, first + width)
+                yield here, _off_wire(_on_wire(mine[:, here], how), mine.dtype)
+        return
+    wire = how.wire(mine.dtype)
+    item = wire.itemsize
+    schedule, choice = _planned(
+        "panels", sizes, how, mine, max(sizes) * columns * item * (how.world - 1),
+        PACKED_ROWS * item_flops * total, fixed_chunks, columns=columns, item_bytes=item, item_cost=item_flops,
+    )  # fmt: skip
+    widths = split_evenly(columns, choice.chunks)
+    slots = [
+        torch.empty(total * widths[0] * item, dtype=torch.uint8, device=mine.device)
+        for _ in widths[:2]
+    ]
+
+    def panel(number: int) -> Tensor:
+        size = total * widths[number] * item
+        return slots[number % 2][:size].view(wire).view(total, widths[number])
+
+    def place(action: Action) -> Tensor:
+        owner, number = map(int, action.content[1:].split(":"))  # x<owner>:<panel>
+        return as_bytes(panel(number)[shard_slice(sizes, owner)])
+
+    tensors: dict[str, Tensor] = {}
+    for action in perform(schedule, tensors, mine.device, OneGroup(how.group), place):
+        number = int(action.content.split(":")[1])
+        here = shard_slice(widths, number)
+        if action.writes:
+            panel(number)[shard_slice(sizes, how.rank)] = mine[:, here]
+            tensors[action.writes] = place(action)
+        elif widths[number]:
+            yield here, _off_wire(panel(number), mine.dtype)
+    choice.done()
+
+
+class _Reduction:
+    """Sums over ranks of products, computed part by part as `schedule` says. `finish` ends it; what is done between
+    construction and `finish` runs under the last messages.
+
+    `product(target, chunk)` gives this rank's part of chunk `chunk` of what rank `target` keeps, in the accumulation
+    dtype. Products that travel are rounded to `wire`, and the one that stays too: the sum depends on no rank's place.
+    """
+
+    def __init__(
+        self, schedule: Schedule, choice: Choice, product: Callable[[int, int], Tensor], how: How,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.product, self.choice, self.how, self.dtype = product, choice, how, dtype
+        self.acc = acc_dtype(dtype)
+        self.wire = how.wire(self.acc)
+        self.tensors: dict[str, Tensor] = {}
+        self.sums: dict[tuple[int, int], Tensor] = {}  # (target, chunk) -> flat sum
+        self.actions = perform(schedule, self.tensors, device, OneGroup(how.group))
+        own = schedule.ranks[how.rank]
+        left = sum(a.kind == "compute" and a.content[0] == "p" for a in own)
+        last = f"p{how.rank}>{how.rank}"
+        ends_here = any(a.content.startswith(last) for a in own)
+        while left:
+            action = next(self.actions)
+            self._do(action)
+            left -= action.content[0] == "p"
+        if (
+            not ends_here
+        ):  # nothing is left to overlap with, and the last message is to be started now
+            self._rest()
+
+    def _rest(self) -> None:
+        for action in self.actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        kind, place = action.content[0], action.content.split(">")[-1].lstrip("y")
+        target, chunk = map(int, place.split("."))
+        if kind == "p":
+            part = self.product(target, chunk).reshape(-1)
+            if self.how.reduce == "ordered":
+                part = part.to(self.wire)
+            self.tensors[action.writes] = as_bytes(part)
+            return
+        total = self._ring_sum(action) if self.how.reduce == "ring" else self._ordered_sum(action)
+        if kind == "q":
+            self.tensors[action.writes] = as_bytes(total.to(self.wire))
+            return
+        self.sums[target, chunk] = total.to(self.dtype)
+        if action.writes:
+            self.tensors[action.writes] = as_bytes(self.sums[target, chunk])
+
+    def _ring_sum(self, action: Action) -> Tensor:
+        total = self.tensors["product"].view(self.acc)
+        for name in action.reads[1:]:
+            total.add_(self.tensors[name][: total.numel() * self.wire.itemsize].view(self.wire))
+        return total
+
+    def _ordered_sum(self, action: Action) -> Tensor:
+        """The buffers are filled again: nothing that is kept may lie in them."""
+        size = self.tensors[action.reads[self.how.rank]].numel()  # of this rank's own product
+        first, *rest = (self.tensors[name][:size].view(self.wire) for name in action.reads)
+        total = first.to(self.acc, copy=True)
+        for part in rest:
+            total.add_(part)
+        return total
+
+    def finish(self) -> dict[tuple[int, int], Tensor]:
+        self._rest()
+        self.choice.done()
+        return self.sums
 
 
 class ScatteredSum:
-    """Rows of a sum over ranks, computed where they are needed: matmul -> reduce-scatter.
+    """This rank's rows of a sum over ranks: matmul -> reduce-scatter. `matmul_reduce_scatter_schedule` says in which
+    order the products come.
 
-    `partial(target)` computes this rank's contribution to the rows that rank `target` keeps: (sizes[target], columns),
-    in the accumulation dtype, that of `like`. `matmul_reduce_scatter_schedule` says in which order; `finish` returns
-    this rank's rows, summed in rank order.
+    `partial(target, columns)` computes this rank's contribution to the rows that rank `target` keeps, in some columns,
+    in the accumulation dtype of `dtype`. `finish` returns (sizes[rank], columns) in `dtype`.
     """
 
     def __init__(
-        self, partial: Callable[[int], Tensor], sizes: Sequence[int], columns: int, like: Tensor, group: Group,
-        overlap: bool,
+        self, partial: Callable[[int, slice], Tensor], sizes: Sequence[int], columns: int, like: Tensor, how: How,
+        dtype: torch.dtype, item_flops: float,
     ) -> None:  # fmt: skip
-        self.partial, self.me = partial, dist.get_rank(group)
-        self.shape, self.like = (sizes[self.me], columns), like
-        self.tensors: dict[str, Tensor] = {}
-        schedule = _scatter_schedule(tuple(n * columns for n in sizes), overlap)
-        self.actions = perform(schedule, self.tensors, like, group)
-        own = schedule.ranks[self.me]
-        for _ in range(sum(bool(a.writes) for a in own if a.kind == "compute")):
-            self._product(next(self.actions))
-        if not sizes[
-            self.me
-        ]:  # nothing is left to overlap with, and the last message is to be started now
-            list(self.actions)
+        self.shape = (sizes[how.rank], columns)
+        item = how.wire(acc_dtype(dtype)).itemsize
+        schedule, choice = _planned(
+            "scatter", sizes, how, like, max(sizes) * columns * item * (how.world - 1),
+            PACKED_ROWS * item_flops * sum(sizes), None, columns=columns, reduce=how.reduce, item_bytes=item,
+            item_cost=item_flops,
+        )  # fmt: skip
+        self.widths = split_evenly(columns, choice.chunks)
 
-    def _product(self, action: Action) -> None:
-        target = int(action.content.split(">")[1])  # p<rank>><target>
-        self.tensors[action.writes] = self.partial(target).view(-1)
+        def product(target: int, chunk: int) -> Tensor:
+            return partial(target, shard_slice(self.widths, chunk))
+
+        self.empty = like.new_empty(self.shape, dtype=dtype)
+        self.sum = _Reduction(schedule, choice, product, how, dtype, like.device)
 
     def finish(self) -> Tensor:
-        total = self.like.new_empty(0)  # no rows or no columns
-        for action in self.actions:
-            total, *rest = [self.tensors[name] for name in action.reads]
-            for part in rest:
-                total.add_(part)
-        self.tensors.clear()
-        return total.view(self.shape)
+        sums = self.sum.finish()
+        if len(sums) == 1 and sum(map(bool, self.widths)) == 1:
+            return next(iter(sums.values())).view(self.shape)
+        for (_, chunk), values in sums.items():
+            here = shard_slice(self.widths, chunk)
+            self.empty[:, here] = values.view(self.shape[0], -1)
+        return self.empty
 
 
-class RowAllReduce:
-    """A sum over ranks that every rank needs whole, computed and reduced by chunks of rows: matmul -> all-reduce.
+class AllReducedSum:
+    """A sum over ranks that every rank needs whole: matmul -> all-reduce. The columns of the result are divided among
+    the ranks, each adds its own and sends them on (`matmul_all_reduce_schedule`).
 
-    `partial(rows)` computes this rank's contribution to a slice of rows, in the accumulation dtype. While chunk j+1 is
-    computed, chunk j is exchanged (all-to-all, rank-ordered sum, rounding to `dtype` once, all-gather). `finish`
-    returns the (rows, columns) result; work done between construction and `finish` overlaps with the last chunk.
+    `partial(columns)` computes this rank's contribution to some columns of the (rows, columns) result, in the
+    accumulation dtype of `dtype`. `finish` returns the result in `dtype`, with the same bits on every rank.
     """
 
     def __init__(
-        self,
-        partial: Callable[[slice], Tensor],
-        rows: int,
-        columns: int,
-        dtype: torch.dtype,
-        group: Group,
-        overlap: bool,
-    ) -> None:
-        self.world, self.group, self.dtype, self.columns = (
-            dist.get_world_size(group),
-            group,
-            dtype,
-            columns,
-        )
-        self.done: list[Tensor] = []
-        self.exchanging: tuple[Tensor, dist.Work, int] | None = None
-        self.gathering: tuple[Tensor, dist.Work, int] | None = None
-        wire_bytes = rows * columns * acc_dtype(dtype).itemsize
-        chunks = min(MAX_CHUNKS, max(1, wire_bytes // CHUNK_BYTES)) if overlap else 1
-        sizes = split_evenly(rows, chunks)
-        for chunk in range(chunks):
-            part = partial(shard_slice(sizes, chunk))
-            if self.world == 1:
-                self.done.append(part.to(dtype))
-                continue
-            self._advance()
-            self._exchange(part)
+        self, partial: Callable[[slice], Tensor], rows: int, columns: int, like: Tensor, how: How,
+        dtype: torch.dtype, item_flops: float,
+    ) -> None:  # fmt: skip
+        self.rows, self.sizes, self.dtype = rows, split_evenly(columns, how.world), dtype
+        item, result = how.wire(acc_dtype(dtype)).itemsize, dtype.itemsize
+        schedule, choice = _planned(
+            "all", self.sizes, how, like, rows * self.sizes[0] * (item + result) * (how.world - 1),
+            PACKED_ROWS * item_flops * columns, None, rows=rows, reduce=how.reduce, item_bytes=item,
+            result_bytes=result, item_cost=item_flops,
+        )  # fmt: skip
+        self.chunks, self.how = choice.chunks, how
+        self.whole = like.new_empty((rows, columns), dtype=dtype)
 
-    def _exchange(self, part: Tensor) -> None:
-        n = part.numel()
-        if n == 0:
-            self.done.append(part.to(self.dtype))
-            return
-        flat = part.reshape(-1)
-        if n % self.world:  # equal slices, the last one padded
-            flat = part.new_zeros(-(-n // self.world) * self.world)
-            flat[:n] = part.reshape(-1)
-        received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, group=self.group, async_op=True)
-        self._sent = flat
-        self.exchanging = (received, work, n)
+        def product(target: int, chunk: int) -> Tensor:
+            return partial(self._columns(target, chunk))
 
-    def _advance(self) -> None:
-        """Complete the all-gather in flight, then turn the exchange in flight into an all-gather."""
-        if self.gathering is not None:
-            whole, work, n = self.gathering
-            work.wait()
-            self.done.append(whole[:n].view(-1, self.columns))
-            self.gathering = None
-        if self.exchanging is not None:
-            received, work, n = self.exchanging
-            work.wait()
-            slices = received.view(self.world, -1)
-            total = slices[0].clone()
-            for rank in range(1, self.world):
-                total.add_(slices[rank])
-            mine = total.to(self.dtype)
-            whole = mine.new_empty(mine.numel() * self.world)
-            gather = _all_gather(whole, mine, group=self.group, async_op=True)
-            self._gathered_from = mine
-            self.gathering = (whole, gather, n)
-            self.exchanging = None
+        self.sum = _Reduction(schedule, choice, product, how, dtype, like.device)
+
+    def _columns(self, target: int, chunk: int) -> slice:
+        first = shard_slice(self.sizes, target).start
+        part = shard_slice(split_evenly(self.sizes[target], self.chunks), chunk)
+        return slice(first + part.start, first + part.stop)
 
     def finish(self) -> Tensor:
-        self._advance()
-        self._advance()
-        return self.done[0] if len(self.done) == 1 else torch.cat(self.done)
+        sums = self.sum.finish()
+        tensors = self.sum.tensors
+        for target, size in enumerate(self.sizes):
+            for chunk, width in enumerate(split_evenly(size, self.chunks)):
+                if not (width and self.rows):
+                    continue
+                values = sums.get((target, chunk))
+                if values is None:
+                    count = self.rows * width
+                    values = tensors[f"res{target}.{chunk}"][: count * self.dtype.itemsize]
+                    values = values.view(self.dtype)
+                if width == self.whole.shape[1]:
+                    return values.view(self.whole.shape)
+                self.whole[:, self._columns(target, chunk)] = values.view(self.rows, width)
+        return self.whole
 
 
 def all_gather_flat(value: Tensor, group: Group) -> Tensor:

@@ -11,23 +11,14 @@ Kinds of actions (`Action.kind`), executed by a rank in order:
     compute  read buffers, write at most one; `cost` in the unit of the products (rows, FLOPs, ...)
 
 A message is known to both ends by (sender, receiver, tag). Messages of size 0 do not appear. Sizes are in one unit of
-the caller's choice (rows, bytes).
+the caller's choice (rows, bytes); what the layers carry out is in bytes and FLOPs. `schedules` makes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainwright.parallel._sizes import split_evenly
-
-__all__ = [
-    "Action",
-    "Schedule",
-    "ScheduleError",
-    "all_gather_matmul_schedule",
-    "matmul_reduce_scatter_schedule",
-]
+__all__ = ["Action", "Schedule", "ScheduleError"]
 
 
 class ScheduleError(ValueError):
@@ -112,6 +103,7 @@ class Schedule:
             per_cost: seconds per unit of cost of a compute.
             per_message, per_size: seconds per message, and per unit of its size.
 
+        >>> from trainwright.parallel import all_gather_matmul_schedule
         >>> all_gather_matmul_schedule([1, 1, 1]).makespan(per_cost=2, per_message=0, per_size=3)
         8.0
         """
@@ -122,6 +114,7 @@ class Schedule:
     def to_text(self) -> str:
         """One line per buffer and action; `from_text` reads it back.
 
+        >>> from trainwright.parallel import all_gather_matmul_schedule
         >>> print(all_gather_matmul_schedule([1, 1]).to_text().splitlines()[6])
           send x to 1 tag 0 holds x0.0 size 1
         """
@@ -208,158 +201,3 @@ class _Reader:
         return Schedule(
             self.name, tuple(map(tuple, self.ranks)), tuple(self.buffers), tuple(self.holds), tuple(self.results)
         )  # fmt: skip
-
-
-def _product(buffer: str, shard: int, part: int, rows: int) -> Action:
-    """Multiply part `part` of the shard of rank `shard`, which lies in `buffer`."""
-    needs = (f"x{shard}.{part}",)
-    return Action("compute", reads=(buffer,), needs=needs, content=f"y{shard}.{part}", cost=rows)
-
-
-def all_gather_matmul_schedule(
-    sizes: Sequence[int], *, chunks: int = 1, overlap: bool = True
-) -> Schedule:
-    """Every rank multiplies the shards of all ranks: its own first, then those of rank - 1, rank - 2, ... .
-
-    In step k a rank sends its own shard to rank + k and receives that of rank - k, in `chunks` parts of rows. With
-    `overlap` two parts are on their way or being multiplied at a time, and the parts of the own shard are spread among
-    them. With equal shards, t_c for the product of one and t_x for its message, this takes
-    ``t_c + (W - 1) max(t_c, t_x)`` at chunks = 1, the least that messages of whole shards allow; on two ranks with s
-    chunks and a message overhead of α ``max(2 t_c, s α + t_x + t_c / s)``.
-
-    Args:
-        sizes: rows of every rank's shard.
-        chunks: parts of a shard, at least 1.
-        overlap: False starts a message only when the products before it are done.
-    """
-    world = len(sizes)
-    parts = [[n for n in split_evenly(size, chunks) if n] for size in sizes]
-    capacity = max((n for p in parts for n in p), default=0)
-    plans = [_GatherPlan(me, parts, chunks) for me in range(world)]
-    return Schedule(
-        "all_gather_matmul",
-        tuple(tuple(plan.overlapped() if overlap else plan.serial()) for plan in plans),
-        tuple({**plan.own, "in0": capacity, "in1": capacity} for plan in plans),
-        tuple({name: f"x{me}.{j}" for j, name in enumerate(plans[me].own)} for me in range(world)),
-        (frozenset(f"y{r}.{j}" for r in range(world) for j in range(len(parts[r]))),) * world,
-    )
-
-
-class _GatherPlan:
-    """One rank of `all_gather_matmul_schedule`: the moves (step, part) in order, and the actions around each."""
-
-    def __init__(self, me: int, parts: list[list[int]], chunks: int) -> None:
-        self.me, self.parts, self.chunks, world = me, parts, chunks, len(parts)
-        mine = parts[me]
-        names = ["x"] if len(mine) == 1 else [f"x.{j}" for j in range(len(mine))]
-        self.own = dict(zip(names, mine, strict=True))
-        self.moves = [
-            (step, j)
-            for step in range(1, world)
-            for j in range(max(len(parts[(me - step) % world]), len(mine)))
-        ]
-
-    def _own_product(self, j: int) -> Action:
-        name = list(self.own)[j]
-        return _product(name, self.me, j, self.own[name])
-
-    def _start(self, index: int) -> list[Action]:
-        if index >= len(self.moves):
-            return []
-        step, j = self.moves[index]
-        world, tag = len(self.parts), self._tag(index)
-        source, to = (self.me - step) % world, (self.me + step) % world
-        started = []
-        if j < len(self.parts[source]):
-            size, content = self.parts[source][j], f"x{source}.{j}"
-            started.append(
-                Action("recv", tag, source, writes=f"in{index % 2}", content=content, size=size)
-            )
-        if j < len(self.own):
-            name, size = list(self.own.items())[j]
-            content = f"x{self.me}.{j}"
-            started.append(Action("send", tag, to, reads=(name,), content=content, size=size))
-        return started
-
-    def _tag(self, index: int) -> int:
-        step, j = self.moves[index]
-        return (step - 1) * self.chunks + j
-
-    def _finish(self, index: int) -> list[Action]:
-        step, j = self.moves[index]
-        source = (self.me - step) % len(self.parts)
-        finished = [Action("wait", self._tag(index))]
-        if j < len(self.parts[source]):
-            finished.append(_product(f"in{index % 2}", source, j, self.parts[source][j]))
-        return finished
-
-    def overlapped(self) -> list[Action]:
-        moves, own = len(self.moves), len(self.own)
-        actions = [*self._start(0), *self._start(1)]
-        placed = 0
-        for index in range(moves):
-            while placed < own and placed * moves <= index * own:
-                actions.append(self._own_product(placed))
-                placed += 1
-            actions += [*self._finish(index), *self._start(index + 2)]
-        return actions + [self._own_product(j) for j in range(placed, own)]
-
-    def serial(self) -> list[Action]:
-        actions = [self._own_product(j) for j in range(len(self.own))]
-        for index in range(len(self.moves)):
-            actions += [*self._start(index), *self._finish(index)]
-        return actions
-
-
-def matmul_reduce_scatter_schedule(sizes: Sequence[int], *, overlap: bool = True) -> Schedule:
-    """Every rank multiplies its part of K for the rows of rank + 1, rank + 2, ..., sends each to its owner while it
-    goes on, and its own rows last; then it adds what it got in the order of the ranks.
-
-    Two products wait to be sent at a time. With equal shards this takes ``t_c + (W - 1) max(t_c, t_x)``.
-
-    Args:
-        sizes: rows that every rank keeps.
-        overlap: False waits for each message before the next product.
-    """
-    world, largest = len(sizes), max(sizes)
-    return Schedule(
-        "matmul_reduce_scatter",
-        tuple(tuple(_scatter_actions(me, sizes, overlap)) for me in range(world)),
-        tuple(
-            {f"part{r}": size for r in range(world)} | {"out0": largest, "out1": largest}
-            for size in sizes
-        ),
-        tuple({} for _ in sizes),
-        tuple(frozenset([f"y{me}"] if size else []) for me, size in enumerate(sizes)),
-    )
-
-
-def _scatter_actions(me: int, sizes: Sequence[int], overlap: bool) -> list[Action]:
-    world, mine = len(sizes), sizes[me]
-    actions: list[Action] = []
-    flying: list[int] = []  # tags of messages, oldest first
-    for step in range(1, world):
-        source, to, out = (me - step) % world, (me + step) % world, f"out{step % 2}"
-        theirs, content = sizes[to], f"p{me}>{to}"
-        if len(flying) == 2:
-            actions.append(Action("wait", flying.pop(0)))
-        if theirs:
-            actions.append(Action("compute", writes=out, content=content, size=theirs, cost=theirs))
-        if mine:
-            name, part = f"part{source}", f"p{source}>{me}"
-            actions.append(Action("recv", step, source, writes=name, content=part, size=mine))
-        if theirs:
-            actions.append(Action("send", step, to, reads=(out,), content=content, size=theirs))
-        if mine or theirs:
-            flying.append(step)
-        if not overlap and flying:
-            actions.append(Action("wait", flying.pop(0)))
-    if mine:
-        name, content = f"part{me}", f"p{me}>{me}"
-        actions.append(Action("compute", writes=name, content=content, size=mine, cost=mine))
-    actions += [Action("wait", tag) for tag in flying]
-    if mine:
-        names = tuple(f"part{r}" for r in range(world))
-        needs = tuple(f"p{r}>{me}" for r in range(world))
-        actions.append(Action("compute", reads=names, needs=needs, content=f"y{me}"))
-    return actions

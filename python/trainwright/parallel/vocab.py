@@ -26,7 +26,8 @@ from trainwright.ops._cross_entropy_tiles import (
 )
 from trainwright.ops._library import acc_dtype
 from trainwright.ops.cross_entropy import check_target
-from trainwright.parallel._exchange import Group, all_gather_flat, check_group, gather_sizes
+from trainwright.parallel._exchange import all_gather_flat, check_group, gather_sizes
+from trainwright.parallel._schedule_runtime import Group
 from trainwright.parallel._sizes import shard_slice, split_evenly
 
 __all__ = ["VocabParallelEmbedding", "vocab_parallel_cross_entropy"]
