@@ -25,23 +25,32 @@ inline const void* data(const std::optional<Tensor>& t) {
 }
 inline void* mutable_data(const Tensor& t) { return t.mutable_data_ptr(); }
 
-inline Tensor empty(std::vector<int64_t> shape, const Tensor& like, ScalarType dtype) {
+// By the shim that takes strides: new_empty goes through torch's dispatcher several times.
+inline Tensor empty(const std::vector<int64_t>& shape, const Tensor& like, ScalarType dtype) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;)
+    strides[i - 1] = strides[i] * (shape[i] > 1 ? shape[i] : 1);
 #if defined(__linux__)
   size_t bytes = static_cast<size_t>(dtype_bytes(static_cast<DType>(dtype)));
   for (int64_t size : shape) bytes *= static_cast<size_t>(size);
   if (like.is_cpu() && bytes >= LargeBlocks::kMinBytes) {
-    if (void* memory = LargeBlocks::instance().take(bytes)) {
-      std::vector<int64_t> strides(shape.size(), 1);
-      for (size_t i = shape.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * shape[i];
+    if (void* memory = LargeBlocks::instance().take(bytes))
       return torch::stable::from_blob(
           memory, shape, strides, like.device(), dtype,
           [bytes](void* freed) { LargeBlocks::instance().give_back(freed, bytes); });
-    }
   }
 #endif
-  return torch::stable::new_empty(like, shape, dtype);
+  int32_t device_type, device_index;
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
+      device_index, &handle));
+  return Tensor(handle);
 }
-inline Tensor empty(std::vector<int64_t> shape, const Tensor& like) {
+inline Tensor empty(const std::vector<int64_t>& shape, const Tensor& like) {
   return empty(shape, like, like.scalar_type());
 }
 inline std::vector<int64_t> shape_of(const Tensor& t) {

@@ -274,6 +274,22 @@ def _choose(
     return chosen, tuple(reasons)
 
 
+# What os.environ keeps its variables in, encoded: asking it for one that is not set takes a microsecond, and a short
+# call as a whole takes ten.
+_environment: Any = getattr(os.environ, "_data", None) if os.name == "posix" else None
+
+
+@functools.cache
+def _variables(op: str) -> tuple[str | bytes, ...]:
+    names = (f"TRAINWRIGHT_BACKEND_{op.upper()}", "TRAINWRIGHT_BACKEND", "TRAINWRIGHT_STRICT")
+    return names if _environment is None else tuple(map(os.fsencode, names))
+
+
+def _setting(key: Any) -> str | None:
+    value = (os.environ if _environment is None else _environment).get(key)
+    return None if value is None else os.fsdecode(value)
+
+
 def _resolve(
     op: str,
     asked: str | None,
@@ -282,19 +298,11 @@ def _resolve(
     dtype: torch.dtype,
     sizes: Sizes,
 ) -> str:
-    env = os.environ
-    forced = (
-        asked
-        or context
-        or env.get(f"TRAINWRIGHT_BACKEND_{op.upper()}")
-        or env.get("TRAINWRIGHT_BACKEND")
-        or None
-    )
+    own, every, strict = map(_setting, _variables(op))
+    forced = asked or context or own or every or None
     if forced is not None and forced not in BACKENDS:
         raise ValueError(f"{op}: backend: expected one of {', '.join(BACKENDS)}, got {forced!r}")
-    chosen, reasons = _choose(
-        op, forced, env.get("TRAINWRIGHT_STRICT") == "1", device, dtype, sizes
-    )
+    chosen, reasons = _choose(op, forced, strict == "1", device, dtype, sizes)
     # A backend with several candidates, one per range of sizes or dtypes, may give one reason for all.
     said = list(dict.fromkeys(f"  {name}: {reason}" for name, reason in reasons))
     if _record is not None:

@@ -88,8 +88,7 @@ def test_loss_and_gradients_are_those_of_eager(case, padding):
 def test_the_llama_runs_on_our_op_without_a_mask():
     ours, _ = pair("llama")
     text = tw.explain(ours, input_ids=torch.randint(3, 50, (2, 11)))
-    assert text.count("flash_attention (cpu, float32, D=8, Dv=8, softcap=0") == 2
-    assert "bias=0" in text and "bias=1" not in text
+    assert text.count("flash_attention (cpu, float32, D=8, Dv=8)") == 2
     text = tw.explain(
         ours, input_ids=torch.randint(3, 50, (2, 11)), attention_mask=PADDING["right"]
     )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from trainwright import dispatch
 from trainwright.ops import _library
 from trainwright.ops._attention_formula import formula, jvp, vjp
 from trainwright.ops._attention_reference import Options, bwd_reference, fwd_reference
@@ -215,15 +216,6 @@ class TransformedAttention(torch.autograd.Function):
         return _one_by_one(TransformedAttention.apply, info.batch_size, in_dims, args)
 
 
-def autocast(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast, attention runs in the autocast dtype; fp64 stays."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
-
-
 def seed_tensor(seed: int | None, device: torch.device) -> Tensor:
     if seed is None:  # from the default generator, without reading it back to the host
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64).to(device)
@@ -233,30 +225,45 @@ def seed_tensor(seed: int | None, device: torch.device) -> Tensor:
 
 
 def attention(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    op: str, backend: str | None, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: tuple[Tensor, Tensor] | None = None,
     max_seqlen: tuple[int, int], alibi_slopes: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float, window: tuple[int, int], top_left: bool, softcap: float | None, dropout_p: float, seed: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) on `backend`, of arguments that have been checked."""
-    acc = acc_dtype(q.dtype)
+    """(out, lse) of arguments that have been checked, on the backend that `dispatch` chooses for `op`."""
+    sizes = {"D": q.shape[-1], "Dv": v.shape[-1]}
+    for option, value in (
+        ("varlen", cu_seqlens), ("softcap", softcap), ("alibi_slopes", alibi_slopes), ("bias", bias), ("sinks", sinks),
+        ("dropout_p", dropout_p or None),
+    ):  # fmt: skip
+        if value is not None:
+            sizes[option] = 1
+    chosen = dispatch.resolve(op, backend, q.device, q.dtype, **sizes)
     cu_q, cu_k = cu_seqlens or (None, None)
     if alibi_slopes is not None:
         B = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-        alibi_slopes = alibi_slopes.to(acc).expand(B, q.shape[2])
+        alibi_slopes = alibi_slopes.to(acc_dtype(q.dtype)).expand(B, q.shape[2])
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
     if sinks is not None:
-        sinks = sinks.to(acc).contiguous()
-    if (
-        torch.compiler.is_compiling()
-    ):  # torch refuses one tensor as two arguments of an autograd function
+        sinks = sinks.to(acc_dtype(q.dtype)).contiguous()
+    drawn = seed_tensor(seed, q.device) if dropout_p > 0 else None
+    numbers = (*max_seqlen, scale, *window, top_left, float(softcap or 0.0), float(dropout_p))
+    compiling = torch.compiler.is_compiling()
+    if compiling:  # torch refuses one tensor as two arguments of an autograd function
         k = k.view_as(k) if k is q else k
         v = v.view_as(v) if v is q or v is k else v
         cu_k = cu_k.view_as(cu_k) if cu_k is not None and cu_k is cu_q else cu_k
-    drawn = seed_tensor(seed, q.device) if dropout_p > 0 else None
-    numbers = (*max_seqlen, float(scale), *window, top_left, float(softcap or 0.0), float(dropout_p))  # fmt: skip
-    arguments = (q, k, v, alibi_slopes, bias, sinks, cu_q, cu_k, drawn, numbers, backend)
-    compiling = torch.compiler.is_compiling()
-    function = Attention if compiling or not transforms_active() else TransformedAttention
-    result: tuple[Tensor, Tensor] = function.apply(*arguments)
+    result: tuple[Tensor, Tensor]
+    if not compiling and transforms_active():
+        function: Any = TransformedAttention
+    elif compiling or _wants_gradients(q, k, v, alibi_slopes, bias, sinks):
+        function = Attention
+    else:  # an autograd function costs as much as a short call
+        result = FORWARD[chosen](q, k, v, cu_q, cu_k, alibi_slopes, bias, sinks, drawn, *numbers)
+        return result
+    result = function.apply(q, k, v, alibi_slopes, bias, sinks, cu_q, cu_k, drawn, numbers, chosen)
     return result
+
+
+def _wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

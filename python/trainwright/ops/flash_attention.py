@@ -12,10 +12,10 @@ from torch import Tensor
 
 from trainwright import dispatch
 from trainwright.dispatch import Candidate
-from trainwright.errors import FLOAT_DTYPES, check_bool, check_tensor
+from trainwright.errors import FLOAT_DTYPES
 from trainwright.ops import _library
-from trainwright.ops._attention import attention, autocast
-from trainwright.ops._attention_checks import check_band, check_bias, check_extras, check_qkv
+from trainwright.ops._attention import attention
+from trainwright.ops._attention_checks import check_bias, check_options, checked_qkv
 
 __all__ = ["flash_attention"]
 
@@ -93,21 +93,15 @@ def flash_attention(
     tensor([1., 2.])
     """
     op = "flash_attention"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(op, name, x)
-    q, k, v = autocast(q, k, v)
-    check_qkv(op, q, k, v)
-    check_bool(op, "return_lse", return_lse)
-    scale, sides = check_band(op, causal, causal_align, scale, window, q.shape[-1])
-    check_extras(op, q, q.shape[0], softcap, alibi_slopes, sinks, dropout_p, seed, deterministic)
-    check_bias(op, q, k, bias)
-    chosen = dispatch.resolve(
-        op, backend, q.device, q.dtype, D=q.shape[-1], Dv=v.shape[-1],
-        softcap=softcap is not None, alibi_slopes=alibi_slopes is not None, bias=bias is not None,
-        sinks=sinks is not None, dropout_p=dropout_p > 0,
+    q, k, v = checked_qkv(op, q, k, v)
+    scale, sides = check_options(
+        op, q, q.shape[0], causal=causal, causal_align=causal_align, scale=scale, window=window, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
+        deterministic=deterministic,
     )  # fmt: skip
+    check_bias(op, q, k, bias)
     out, lse = attention(
-        chosen, q, k, v, max_seqlen=(q.shape[1], k.shape[1]), alibi_slopes=alibi_slopes, bias=bias, sinks=sinks,
+        op, backend, q, k, v, max_seqlen=(q.shape[1], k.shape[1]), alibi_slopes=alibi_slopes, bias=bias, sinks=sinks,
         scale=scale, window=sides, top_left=causal_align == "top-left", softcap=softcap, dropout_p=dropout_p, seed=seed,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -12,8 +12,8 @@ from torch import Tensor
 from trainwright import dispatch
 from trainwright.errors import check_bool, check_int, check_tensor, value_error
 from trainwright.ops import _library
-from trainwright.ops._attention import attention, autocast
-from trainwright.ops._attention_checks import check_band, check_extras, check_qkv
+from trainwright.ops._attention import attention
+from trainwright.ops._attention_checks import check_options, checked_qkv
 from trainwright.ops.flash_attention import CANDIDATES
 
 __all__ = ["flash_attention_varlen"]
@@ -136,28 +136,22 @@ def flash_attention_varlen(
     >>> tw.flash_attention_varlen(x, x, x, starts, starts, causal=True).shape
     torch.Size([5, 1, 4])
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(OP, name, x)
-    q, k, v = autocast(q, k, v)
-    check_qkv(OP, q, k, v, packed=True)
-    check_bool(OP, "return_lse", return_lse)
+    q, k, v = checked_qkv(OP, q, k, v, packed=True)
     check_bool(OP, "check", check)
-    scale, sides = check_band(OP, causal, causal_align, scale, window, q.shape[-1])
     check_tensor(OP, "cu_seqlens_q", cu_seqlens_q, dtypes=(torch.int32, torch.int64), shape=(None,))
     S = cu_seqlens_q.shape[0] - 1
-    check_extras(OP, q, S, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic)
+    scale, sides = check_options(
+        OP, q, S, causal=causal, causal_align=causal_align, scale=scale, window=window, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
+        deterministic=deterministic,
+    )  # fmt: skip
     if isinstance(cu_seqlens_k, Tensor) and cu_seqlens_k.shape != cu_seqlens_q.shape:
         expected = f"shape ({S + 1},), as cu_seqlens_q"
         raise value_error(OP, "cu_seqlens_k", expected, tuple(cu_seqlens_k.shape))
-    chosen = dispatch.resolve(
-        OP, backend, q.device, q.dtype, D=q.shape[-1], Dv=v.shape[-1], varlen=True,
-        softcap=softcap is not None, alibi_slopes=alibi_slopes is not None, sinks=sinks is not None,
-        dropout_p=dropout_p > 0,
-    )  # fmt: skip
     starts_q, longest_q = _check_lengths(q, cu_seqlens_q, max_seqlen_q, "q", check)
     starts_k, longest_k = _check_lengths(k, cu_seqlens_k, max_seqlen_k, "k", check)
     out, lse = attention(
-        chosen, q[None], k[None], v[None], cu_seqlens=(starts_q, starts_k), max_seqlen=(longest_q, longest_k),
+        OP, backend, q[None], k[None], v[None], cu_seqlens=(starts_q, starts_k), max_seqlen=(longest_q, longest_k),
         alibi_slopes=alibi_slopes, bias=None, sinks=sinks, scale=scale, window=sides,
         top_left=causal_align == "top-left", softcap=softcap, dropout_p=dropout_p, seed=seed,
     )  # fmt: skip
