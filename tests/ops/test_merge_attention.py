@@ -169,7 +169,7 @@ X, LSE = torch.ones(2, 3, 4, 5), torch.ones(2, 4, 3)
         ({"out_b": X.int()}, TypeError, "out_b: expected dtype"),
         ({"lse_a": LSE[:, :2]}, ValueError, r"lse_a: expected shape \(2, 4, 3\)"),
         ({"lse_b": 1.0}, TypeError, "lse_b: expected a torch.Tensor"),
-        ({"backend": "cpu"}, tw.BackendError, "cpu: not implemented for this op"),
+        ({"backend": "cuda"}, tw.BackendError, "cuda: needs CUDA tensors"),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )  # fmt: skip

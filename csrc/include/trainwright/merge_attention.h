@@ -10,30 +10,26 @@
 
 TW_BEGIN
 
-template<class A>
+// A sum of exponentials, held as exp(top) * total. V is float, double or a vector of them.
+template<class V>
 struct LseSum {
-  A top = -INFINITY, total = 0;
+  V top = V{} - INFINITY, total = V{};
 
   TW_HD void add(const LseSum& x) {
-    if (x.top == -INFINITY) return;
-    if (top == -INFINITY) {
-      *this = x;
-    } else if (x.top > top) {
-      total = total * vexp(top - x.top) + x.total;
-      top = x.top;
-    } else {  // NaN too
-      total += x.total * vexp(x.top - top);
-    }
+    const V high = x.top > top ? x.top : top;  // a NaN reaches the total
+    const V shift = high == -INFINITY ? V{} : high;
+    total = total * vexp(top - shift) + x.total * vexp(x.top - shift);
+    top = high;
   }
-  TW_HD void add(A lse) { add(LseSum{lse, A(1)}); }
-  TW_HD A lse() const { return top == -INFINITY ? top : top + vlog(total); }
-  TW_HD A weight(A lse) const { return lse == -INFINITY ? A(0) : vexp(lse - top) / total; }
+  TW_HD void add(V lse) { add(LseSum{lse, V{} + 1}); }
+  TW_HD V lse() const { return top == -INFINITY ? top : top + vlog(total); }
+  TW_HD V weight(V lse) const { return lse == -INFINITY ? V{} : vexp(lse - top) / total; }
 };
 
-// An element of a part with this weight, which may be undefined in a part that counts for nothing.
-template<class A>
-TW_HD A merged_part(A out, A lse, A weight) {
-  return lse == -INFINITY ? A(0) : weight * out;
+// An element of a part with this weight, or a vector of them; they may be undefined in a part that counts for nothing.
+template<class V, class A>
+TW_HD V merged_part(V out, A lse, A weight) {
+  return lse == -INFINITY ? V{} : weight * out;
 }
 
 TW_END

@@ -121,6 +121,7 @@ class _Merge(torch.autograd.Function):
 
 @dispatch.register(
     "merge_attention",
+    Candidate("cpu", FLOAT_DTYPES),
     Candidate("cuda", FLOAT_DTYPES),
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
@@ -137,7 +138,7 @@ def merge_attention(
         out_a, out_b: (B, T, H, Dv), same shape and device. Keep a running result in fp32: ``merge_attention(total, lse,
             out, lse_out)`` with `total` fp32 and `out` bf16 gives fp32.
         lse_a, lse_b: (B, H, T), natural log, as `flash_attention` returns them.
-        backend: None, "cuda", "triton" or "torch".
+        backend: None, "cpu", "cuda", "triton" or "torch".
 
     Returns:
         (out, lse): the dtype that out_a and out_b promote to, and fp32 (fp64 for fp64). Differentiable in all four
