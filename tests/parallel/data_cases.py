@@ -742,6 +742,30 @@ def autograd_grad_is_local(rank, world):
     assert torch.equal(g, torch.full((2, 2), float(rank + 1)))
 
 
+def hooks_of_the_user(rank, world):
+    """On tensors and modules they act on this rank's own gradients; after the backward there is the average."""
+    dp = wrap(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False)))
+    expected = wrap(copy.deepcopy(dp.module))
+    seen = []
+    dp.module[0].weight.register_hook(lambda g: seen.append(g.clone()) or 2 * g)
+    dp.module[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    dp.module[1].register_full_backward_hook(lambda m, inner, outer: seen.append("module"))
+    for step in range(2):
+        seen.clear()
+        x = batch(2, 3, torch.float32, seed=10 * step + rank)
+        for model in (dp, expected):
+            model.zero_grad()
+            model(x).sum().backward()
+        local = copy.deepcopy(dp.module)
+        local.zero_grad()
+        local(x).sum().backward()
+        own = next(s for s in seen if isinstance(s, torch.Tensor))
+        assert torch.equal(own, local[0].weight.grad)
+        assert "accumulated" in seen and "module" in seen
+        assert torch.allclose(dp.module[0].weight.grad, 2 * expected.module[0].weight.grad)
+        assert torch.equal(dp.module[1].weight.grad, expected.module[1].weight.grad)
+
+
 def sparse_gradients_are_refused(rank, world):
     dp = wrap(nn.Embedding(4, 2, sparse=True), timeout=6.0)
     with pytest.raises(TypeError, match="weight: expected a dense gradient"):

@@ -386,6 +386,51 @@ def a_rank_that_does_not_step(rank, world):
         dist.barrier()
 
 
+def uneven_numbers_of_batches(rank, world):
+    """join: each step is that of the ranks that still have a batch; parameters and state end up equal everywhere."""
+    counts = [2, 5, 3][:world]
+    for stage in (0, 1, 2):
+        alone = mlp(6, 9, 3)
+        plain = tw.optim.AdamW(alone.parameters(), lr=0.02)
+        kwargs = {"timeout": TIMEOUT, "bucket_mb": 0.0002}
+        if stage:
+            model = Zero(copy.deepcopy(alone), stage=stage, lr=0.02, **kwargs)
+            optimizer, after = model.optimizer, None
+        else:
+            model = DataParallel(copy.deepcopy(alone), **kwargs)
+            optimizer = tw.optim.AdamW(model.parameters(), lr=0.02)
+
+            def after(optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with model.join(after):
+            for step in range(counts[rank]):
+                model.loss_weight(rank + 1)
+                model(batch(4, 6, seed=10 * step + rank)).square().mean().backward()
+                optimizer.step()
+                model.zero_grad()
+        for step in range(max(counts)):
+            plain.zero_grad()
+            active = [r for r in range(world) if step < counts[r]]
+            total = sum(r + 1 for r in active)
+            for r in active:
+                x = batch(4, 6, seed=10 * step + r)
+                (alone(x).square().mean() * (r + 1) / total).backward()
+            plain.step()
+        assert_close(model.state_dict(), alone.state_dict())
+        assert_same_on_all_ranks(model.state_dict())
+        with model.join(lambda: None):  # nobody has a batch; gradients stay as they were
+            model(batch(4, 6)).mean().backward() if stage == 0 else None
+            kept = {n: p.grad for n, p in model.named_parameters()}
+        assert all(p.grad is kept[n] for n, p in model.named_parameters())
+    with (
+        pytest.raises(RuntimeError, match="Zero: join: stage 3 gathers parameters in the forward"),
+        Zero(mlp(2, 2), stage=3, timeout=TIMEOUT).join(),
+    ):
+        pass
+
+
 def arguments(rank, world):
     zero = functools.partial(Zero, nn.Linear(2, 2), timeout=TIMEOUT)
     for stage in (0, 4):

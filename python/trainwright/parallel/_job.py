@@ -72,6 +72,7 @@ class Round:
     weight: float  # of this rank, summed over its microbatches
     accumulated: bool  # the gradients come as weighted sums
     layout: int  # fingerprint
+    joined: bool = False  # this rank has run out of batches
     header: list[list[int]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     scale: float = 1.0  # on this rank's gradients
@@ -84,7 +85,14 @@ class Round:
 
     def words(self) -> list[int]:
         weight = torch.tensor([self.weight], dtype=torch.float64).view(torch.int64)
-        return [self.step, int(weight.item()), int(self.accumulated), self.layout]
+        return [
+            self.step, int(weight.item()), int(self.accumulated), self.layout, int(self.joined),
+        ]  # fmt: skip
+
+    @property
+    def over(self) -> bool:
+        """Whether all ranks have run out of batches: this was no step."""
+        return all(row[4] for row in self.header)
 
     def agree(self, header: list[list[int]]) -> None:
         """Take all ranks' headers: gradients become sum_r weight_r g_r / sum_r weight_r."""

@@ -60,6 +60,7 @@ class Reducer:
         timeout: float,
     ) -> None:
         self.no_sync = False
+        self.joined = False  # inside the shadow steps of `join`
         self.micro: tuple[int, int] | None = None  # inside accumulate(i, n)
         self.weight: float | None = None  # of the next backward
         self.buffers: BufferSync | None = None
@@ -191,7 +192,9 @@ class Reducer:
         if last:
             total = self._sums.weight + weight
             fingerprint = int(plan.layout.fingerprint[:15], 16)
-            self.driver.begin(Round(self._step, total, self._sums.plan is not None, fingerprint))
+            self.driver.begin(
+                Round(self._step, total, self._sums.plan is not None, fingerprint, self.joined)
+            )
         return b
 
     def _launch_ready(self, b: Backward) -> None:
@@ -259,6 +262,26 @@ class Reducer:
             raise RuntimeError("DataParallel: sync: a backward is running")
         self._now = self._begin()
         self._finish()
+
+    def shadow(self) -> bool:
+        """Take part in a step of ranks that still have batches. Returns False, with the gradients as they were, if
+        there are none.
+        """
+        parameters = [p for _, p, _, _ in self._places]
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        self._touched.clear()
+        self.joined, self.weight = True, 0.0
+        try:
+            self.sync()
+        finally:
+            self.joined = False
+        if not self.driver.round.over:
+            return True
+        for p, grad in zip(parameters, before):
+            p.grad = grad
+        return False
 
     def check_idle(self) -> None:
         """Outside a backward none can be open, unless the last one was interrupted by an exception."""

@@ -59,6 +59,10 @@ class DataParallel(nn.Module):
     checkpoint modes), frozen and unfrozen between steps (on all ranks alike), strided, empty, complex and of mixed
     dtype.
 
+    Hooks: those on tensors (`Tensor.register_hook`) and modules see and may change this rank's own gradients, as they
+    are before the average. A `register_post_accumulate_grad_hook` runs when this rank's gradient has been added up; by
+    then it may have left for its bucket, ``.grad`` is None, and the average is there when the backward returns.
+
     A gradient that is there before the backward is averaged with it, as in torch. Names are those of `module`:
     `state_dict`, `named_parameters` and attributes pass through.
 
@@ -233,6 +237,31 @@ class DataParallel(nn.Module):
         """
         self._reducer.check_idle()
         self._reducer.sync()
+
+    @contextlib.contextmanager
+    def join(self, after_step: Callable[[], Any] | None = None) -> Iterator[None]:
+        """For ranks with different numbers of batches: wrap the loop over them.
+
+        A rank whose loop has ended takes part in the others' steps with weight 0, so that every average is that of the
+        ranks that have a batch, until all loops have ended. After each such step it calls `after_step`, which must do
+        what the others do after their backward (clip, `optimizer.step()`, a scheduler, `zero_grad()`), so that its
+        parameters stay equal to theirs; without it, it is left behind. Collective; every rank must use it.
+
+            def finish():
+                optimizer.step()
+                optimizer.zero_grad()
+
+            with dp.join(finish):
+                for x in batches:
+                    dp(x).mean().backward()
+                    finish()
+        """
+        yield
+        if self._reducer.wire.world > 1:
+            self._reducer.check_idle()
+            while self._reducer.shadow():
+                if after_step is not None:
+                    after_step()
 
     def stats(self) -> StepStats:
         """What communication cost in the last step."""

@@ -220,6 +220,26 @@ class Zero(DataParallel):
             uses.keep_whole = False
             home.keep_own_parts()
 
+    @contextlib.contextmanager
+    def join(self, after_step: Callable[[], Any] | None = None) -> Iterator[None]:
+        """See `DataParallel.join`. Without `after_step`, a rank whose loop has ended calls `optimizer.step()`, which is
+        collective, and `zero_grad()`.
+
+        Raises:
+            RuntimeError: stage 3, where a forward needs all ranks: give each rank the same number of batches.
+        """
+        if self._uses is not None:
+            raise RuntimeError(
+                "Zero: join: stage 3 gathers parameters in the forward, where a rank without a batch cannot take part;"
+                " use stage 1 or 2, or give each rank the same number of batches"
+            )
+        with super().join(after_step or self._plain_step):
+            yield
+
+    def _plain_step(self) -> None:
+        self.optimizer.step()
+        self.zero_grad()
+
     # ---- gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
