@@ -2,14 +2,17 @@
 own."""
 
 import os
+import random
 import signal
+import threading
 import time
 
 import pytest
 import torch
+import trainwright as tw
 from data_cases import batch, mlp
 from torch import nn
-from trainwright.parallel import CollectiveError, DataParallel
+from trainwright.parallel import CollectiveError, DataParallel, Zero
 
 TIMEOUT = 6.0
 
@@ -84,3 +87,38 @@ def one_rank_is_absent(rank, world):
         DataParallel(mlp(2, 2), timeout=TIMEOUT)
     assert caught.value.ranks == (1,)
     return time.monotonic() - start
+
+
+def any_moment(rank, world, seed):
+    """Training goes on until rank `victim` is killed or stopped, at a moment drawn from `seed`: in a forward, a
+    backward, between buckets, in the optimizer's step. Returns as `one_rank_fails`.
+    """
+    draw = random.Random(seed)
+    victim, stage = draw.randrange(world), draw.randrange(4)
+    sign = signal.SIGSTOP if seed % 2 else signal.SIGKILL
+    delay = draw.uniform(0.0, 0.3)
+    options = {"timeout": TIMEOUT, "bucket_mb": draw.choice((1e-4, 1.0))}
+    if stage:
+        model = Zero(Model(), stage=stage, **options)
+        optimizer = model.optimizer
+    else:
+        model = DataParallel(Model(), **options)
+        optimizer = tw.optim.AdamW(model.parameters())
+
+    def step(seed):
+        optimizer.zero_grad()
+        model(batch(2, 4, seed=seed)).sum().backward()
+        optimizer.step()
+
+    step(0)
+    if rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), sign)).start()
+    with pytest.raises(CollectiveError) as caught:
+        for number in range(1, 1_000_000):
+            start = time.monotonic()
+            step(number)
+    seconds = time.monotonic() - start
+    error = caught.value
+    with pytest.raises(CollectiveError):  # and stays so
+        step(0)
+    return seconds, str(error), error.ranks, error.step, victim
