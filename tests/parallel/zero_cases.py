@@ -386,6 +386,56 @@ def a_rank_that_does_not_step(rank, world):
         dist.barrier()
 
 
+def offloaded_state(rank, world):
+    """tw.optim.Offload around Zero's optimizer, CPU memory standing for both sides: the same bits in each stage,
+    clipped, scaled and skipped; saved and loaded; edited by hand.
+    """
+    make = functools.partial(wide, torch.bfloat16)
+    kwargs = {"lr": 0.02, "max_grad_norm": 0.01, "count_lost_updates": True}
+    for stage in STAGES:
+        plain, ours, new = (
+            Zero(make(), stage=stage, timeout=TIMEOUT, bucket_mb=0.001, **kwargs) for _ in range(3)
+        )
+        offload = tw.optim.Offload(ours.optimizer, chunk_mb=0.001)
+        runs = ((plain, plain.optimizer), (ours, offload))
+        for step in range(4):
+            for model, optimizer in runs:
+                optimizer.zero_grad()
+                scaler = tw.LossScaler(8.0)
+                loss = loss_in(model, rank, world, step)
+                if step == 2 and rank == world - 1:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                optimizer.param_groups[0]["lr"] = 0.01
+                assert optimizer.last_step.skipped.item() == (step == 2)
+            if step != 2:
+                norms = [optimizer.last_step.grad_norm for _, optimizer in runs]
+                assert torch.equal(*norms)
+            a, b = (m.optimizer.last_step.lost_update_fraction for m in (plain, ours))
+            assert torch.equal(a, b)
+            assert_equal_state(plain, ours)
+        assert ours.model_state_bytes() < plain.model_state_bytes()
+        saved = ours.full_state_dict(), everyone(ours.sharded_state_dict())
+        if rank == 0:
+            assert_equal_optimizers(saved[0]["optimizer"], plain.full_state_dict()["optimizer"])
+        else:
+            plain.full_state_dict()
+        fresh = tw.optim.Offload(new.optimizer)
+        new.load_full_state_dict(saved[0])
+        new.load_sharded_state_dict(saved[1])
+        for model in (plain, ours, new):
+            with model.gathered():
+                model.module[0].bias.detach().add_(1.0)
+        for model, optimizer in (*runs, (new, fresh)):
+            optimizer.refresh_masters()
+            optimizer.zero_grad()
+            loss_in(model, rank, world, 9).backward()
+            optimizer.step()
+        assert_equal_state(plain, ours)
+        assert_equal_state(plain, new)
+
+
 def uneven_numbers_of_batches(rank, world):
     """join: each step is that of the ranks that still have a batch; parameters and state end up equal everywhere."""
     counts = [2, 5, 3][:world]

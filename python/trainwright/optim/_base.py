@@ -8,9 +8,10 @@ Mixed in front of the torch optimizer of the same name, which brings its constru
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -290,6 +291,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         master = master_format(p, self._options.master_weights)
         states = self._states(ALL_FLAGS)
         return load_state(type(self).__name__, states, p, values, form, master, self.counts_steps)
+
+    # ---- for Offload, whose host optimizer takes the place of the step
+
+    def _host_class(self) -> type[FusedOptimizer]:
+        """The optimizer that the host runs."""
+        return type(self)
+
+    def _state_moved(self, state: Any) -> None:
+        """It is now in this dict, on the host."""
+
+    @contextlib.contextmanager
+    def _updated_parameters(self, *, step: bool) -> Iterator[None]:
+        """Inside, the groups hold the parameters that an update writes; with `step`, it is one."""
+        yield
+
+    def _edit_mark(self, p: Tensor) -> tuple[int, int]:
+        """Changes when a parameter is edited."""
+        return p._version, p.data_ptr()
 
     # ---- step
 

@@ -84,8 +84,9 @@ class Offload(torch.optim.Optimizer):
                 "Offload", "optimizer", "backend None, 'cpu' or 'torch'", repr(backend)
             )
         groups = optimizer.param_groups
-        self._require_one_device([p for group in groups for p in group["params"]])
-        self._build(optimizer, chunk_mb, engine)
+        device = self._require_one_device([p for group in groups for p in group["params"]])
+        with optimizer._updated_parameters(step=False):
+            self._build(optimizer, chunk_mb, engine or copy_engine(device))
         super().__init__(groups, optimizer.defaults)  # the same group dicts
         self.param_groups = groups
         for p, state in optimizer.state.items():
@@ -94,6 +95,7 @@ class Offload(torch.optim.Optimizer):
             }
         optimizer.state.clear()
         self._share_state()
+        optimizer._state_moved(self.state)
 
     @staticmethod
     def _require_one_device(params: list[Tensor]) -> torch.device:
@@ -104,11 +106,10 @@ class Offload(torch.optim.Optimizer):
             )
         return params[0].device
 
-    def _build(self, optimizer: FusedOptimizer, chunk_mb: float, engine: CopyEngine | None) -> None:
+    def _build(self, optimizer: FusedOptimizer, chunk_mb: float, engine: CopyEngine) -> None:
         """All but what torch's Optimizer holds: a twin on the host of each parameter, and the optimizer over them."""
-        self._chunk_mb, self._given_engine = chunk_mb, engine
+        self._chunk_mb, self._engine = chunk_mb, engine
         groups = optimizer.param_groups
-        self._engine = engine or copy_engine(groups[0]["params"][0].device)
         self._twins: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, tuple[int, int]] = {}  # of a parameter when its twin was equal
         self._buffers = [self._engine.empty_bytes(0) for _ in range(2)]
@@ -118,7 +119,7 @@ class Offload(torch.optim.Optimizer):
         host_groups = [
             {**group, "params": [self._make_twin(p) for p in group["params"]]} for group in groups
         ]
-        host = object.__new__(type(optimizer))
+        host = object.__new__(optimizer._host_class())
         host.__setstate__(
             {**optimizer.__getstate__(), "state": defaultdict(dict), "param_groups": host_groups}
         )
@@ -156,8 +157,13 @@ class Offload(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        twins = [self._make_twin(p) for p in group["params"]]
-        self._host.add_param_group({**group, "params": twins})
+        with self._device._updated_parameters(step=False):
+            twins = [self._make_twin(p) for p in group["params"]]
+            self._host.add_param_group({**group, "params": twins})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's."""
+        self._device.zero_grad(set_to_none)
 
     # ---- state
 
@@ -174,6 +180,9 @@ class Offload(torch.optim.Optimizer):
             host_group.update({k: v for k, v in group.items() if k != "params"})
         self._host.state.clear()
         for p, state in self.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.device.type != "cpu":  # Zero has loaded it
+                    state[key] = value.to("cpu")
             self._host.state[self._twins[p]] = state
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,7 +213,9 @@ class Offload(torch.optim.Optimizer):
 
     def refresh_masters(self) -> None:
         """Take over the values that the parameters have now, masters included: after they were edited by hand."""
-        self._fetch_all()
+        self._take_over()
+        with self._device._updated_parameters(step=False):
+            self._fetch_all()
         self._host.refresh_masters()
 
     @torch.no_grad()
@@ -214,7 +225,7 @@ class Offload(torch.optim.Optimizer):
         self._refresh_twins(list(self._twins))
 
     def __getstate__(self) -> dict[str, Any]:
-        options = {"chunk_mb": self._chunk_mb, "engine": self._given_engine}
+        options = {"chunk_mb": self._chunk_mb, "engine": self._engine}
         return {"optimizer": self._device, "state": dict(self.state), "options": options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -236,7 +247,8 @@ class Offload(torch.optim.Optimizer):
 
     def _refresh_twins(self, params: list[Tensor]) -> None:
         """Bring down the parameters that are not as they were sent up: new ones, and those edited since."""
-        edited = [p for p in params if self._versions.get(p) != (p._version, p.data_ptr())]
+        mark = self._device._edit_mark
+        edited = [p for p in params if self._versions.get(p) != mark(p)]
         if edited:
             self._engine.begin()
             twins = [self._twins[p].detach() for p in edited]
@@ -245,7 +257,7 @@ class Offload(torch.optim.Optimizer):
 
     def _remember(self, params: list[Tensor]) -> None:
         for p in params:
-            self._versions[p] = (p._version, p.data_ptr())
+            self._versions[p] = self._device._edit_mark(p)
 
     def _chunks(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
         chunk: list[Tensor] = []
@@ -287,6 +299,14 @@ class Offload(torch.optim.Optimizer):
         """One update of every parameter that has a gradient. Returns what `closure`, if given, returned."""
         loss = run_closure(closure)
         self._take_over()
+        with self._device._updated_parameters(step=True):
+            params = self._step()
+        self._remember(params)
+        self._share_state()
+        return loss
+
+    def _step(self) -> list[Tensor]:
+        """Returns the parameters that were updated."""
         params = self._gradients()
         chunks = list(self._chunks(params))
         size = max((sum(_padded_bytes(cast(Tensor, p.grad)) for p in c) for c in chunks), default=0)
@@ -310,12 +330,10 @@ class Offload(torch.optim.Optimizer):
                 )
         finally:
             self._engine.finish()
-        if self._lost:
+        if self._device._options.count_lost_updates:
             self._device._report_lost(self._lost)
             self._lost.clear()
-        self._remember(params)
-        self._share_state()
-        return loss
+        return params
 
     def _multiplier(self, params: list[Tensor]) -> Tensor | None:
         """The optimizer's own answer to overflow and clipping, from the gradients on the device."""

@@ -70,6 +70,7 @@ class ShardSet:
         self.wire, self.driver = wire, driver
         self.block = block
         self.ranges = ranges
+        self._owners: dict[int, nn.Parameter] = {}
         self.index = {id(p): i for i, p in enumerate(self.params)}
         self._pool = Pool(device)
         self.cost = self.last_cost = Cost()  # of this step so far, and of the last one
@@ -92,6 +93,12 @@ class ShardSet:
     def of(self, p: Tensor) -> list[Shard]:
         """This rank's ranges of a parameter, in ascending order."""
         return self.shards[self.index[id(p)]]
+
+    def owner_of(self, shard: Shard) -> nn.Parameter:
+        """The parameter that a range is of."""
+        if len(self._owners) != sum(map(len, self.shards)):
+            self._owners = {id(s): p for p, shards in zip(self.params, self.shards) for s in shards}
+        return self._owners[id(shard)]
 
     def refresh(self) -> None:
         """Let the ranges hold the parameters' values, wherever those now lie."""

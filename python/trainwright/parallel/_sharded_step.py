@@ -25,11 +25,19 @@ class ShardedStep(FusedOptimizer):
     _set: ShardSet
     _stage: int
     given: list[list[Tensor]]  # per group the module's parameters
+    offloaded = False  # Offload keeps the state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient, on all ranks. Collective."""
         loss = run_closure(closure)
+        with self._updated_parameters(step=True):
+            FusedOptimizer.step(self)
+        return loss
+
+    @contextlib.contextmanager
+    def _updated_parameters(self, *, step: bool) -> Iterator[None]:
+        """Inside, the groups hold this rank's ranges; after a step, all ranks get those of the others."""
         home = self._set
         home.driver.raise_error()
         home.refresh()
@@ -38,11 +46,22 @@ class ShardedStep(FusedOptimizer):
             updated = {i for i, p in params.items() if p.grad is not None}
         else:
             updated = home.graded & params.keys()
-        with self._on_ranges(gradients=self._stage == 1):
-            FusedOptimizer.step(self)
-        home.gather(updated)
-        home.end_step()
-        return loss
+        with self._on_ranges(gradients=step and self._stage == 1):
+            yield
+        if step:
+            home.gather(updated)
+            home.end_step()
+
+    def _host_class(self) -> type[FusedOptimizer]:
+        plain: type[FusedOptimizer] = type(self).__mro__[2]
+        return plain
+
+    def _state_moved(self, state: Any) -> None:
+        self.state, self.offloaded = state, True  # Zero reads it here, and loads it
+
+    def _edit_mark(self, p: Tensor) -> tuple[int, int]:
+        assert isinstance(p, Shard)
+        return self._set.owner_of(p)._version, p.data_ptr()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, for the gradients of the parameters and of the ranges."""

@@ -85,7 +85,8 @@ class Zero(DataParallel):
     Attributes:
         optimizer: an `optimizer` for the parameters of `module`. `step` is collective; all ranks must call it. Groups,
             schedulers, `torch.amp.GradScaler` and `tw.LossScaler` work as without Zero, and all ranks skip a step
-            together. Its `state` is this rank's; to save it, use the methods of Zero.
+            together. Its `state` is this rank's; to save it, use the methods of Zero. To keep state and masters on the
+            host, use `tw.optim.Offload(zero.optimizer)` in the optimizer's place, and save as before.
 
     Source: ZeRO (Rajbhandari et al., 2020), with ranges of elements as in its flat buffers.
 
@@ -140,9 +141,10 @@ class Zero(DataParallel):
             )  # they are the same thing then
             given = [p for _, p, _, _ in places] if params is None else list(params)
             self._set = self._divide_parameters(places, overlap)
-            self.optimizer = _sharded_step.build(
+            self._sharded: Any = _sharded_step.build(
                 optimizer, self._stage, self._set, given, optimizer_kwargs
             )
+            self.optimizer = self._sharded
             if isinstance(self._reducer, ShardedReducer):
                 self._reducer.home = self._set
         except BaseException:
@@ -270,7 +272,9 @@ class Zero(DataParallel):
         )
 
     def model_state_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state, masters included, that this rank holds now."""
+        """Bytes of parameters, gradients and optimizer state, masters included, that this rank holds now; without what
+        `tw.optim.Offload` keeps on the host.
+        """
         tensors = [*self._set.params, *(p.grad for p in self._set.params if p.grad is not None)]
         if isinstance(self._set, BlockSet):
             tensors += [memory for block in self._set.blocks for memory in block.memories]
@@ -278,8 +282,9 @@ class Zero(DataParallel):
             tensors += shards
             for shard in shards:
                 tensors += [shard.grad] if shard.grad is not None else []
-                values = self.optimizer.state.get(shard, {}).values()
-                tensors += [v for v in values if isinstance(v, Tensor)]
+                values = self._sharded.state.get(shard, {}).values()
+                if not self._sharded.offloaded:
+                    tensors += [v for v in values if isinstance(v, Tensor)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
@@ -306,12 +311,12 @@ class Zero(DataParallel):
         so either side can load the other's. Over the int8 wire also "wire_error", what `error_feedback` returns.
         """
         errors = self.error_feedback()
-        parts = _parcels.collect(self._set.driver, _zero_state.optimizer_part(self.optimizer))
+        parts = _parcels.collect(self._set.driver, _zero_state.optimizer_part(self._sharded))
         with self._whole(fetch=True):
             if self._set.wire.rank:
                 return {}
             model = {k: _zero_state.cpu(v) for k, v in self.module.state_dict().items()}
-        full = {"model": model, "optimizer": _zero_state.full_optimizer(self.optimizer, parts)}
+        full = {"model": model, "optimizer": _zero_state.full_optimizer(self._sharded, parts)}
         return {**full, WIRE_ERROR: errors} if errors else full
 
     def load_full_state_dict(self, sd: Mapping[str, Any]) -> None:
@@ -333,8 +338,8 @@ class Zero(DataParallel):
         if self._set.wire.rank == 0:
             try:
                 self.module.load_state_dict(sd["model"])
-                groups, wholes = _zero_state.by_name(self.optimizer, sd["optimizer"])
-                _zero_state.check_groups(self.optimizer, groups)
+                groups, wholes = _zero_state.by_name(self._sharded, sd["optimizer"])
+                _zero_state.check_groups(self._sharded, groups)
                 names, ranges = self._set.names, self._set.ranges
                 letters = [
                     (
@@ -361,7 +366,7 @@ class Zero(DataParallel):
 
         Buffers, and whatever else the module's state_dict holds, are in rank 0's part.
         """
-        shard = _zero_state.shard_of(self.module, self.optimizer)
+        shard = _zero_state.shard_of(self.module, self._sharded)
         feedback = self._reducer.feedback
         if feedback is not None:
             shard[WIRE_ERROR] = {
@@ -380,7 +385,7 @@ class Zero(DataParallel):
         """
         shards = _zero_state.check_shards(list_of_shards)
         groups = shards[0]["optimizer"]["param_groups"]
-        _zero_state.check_groups(self.optimizer, groups)
+        _zero_state.check_groups(self._sharded, groups)
         with self._whole(fetch=False):
             self.module.load_state_dict(_zero_state.joined_model(self.module, self._set, shards))
         errors = [shard[WIRE_ERROR] for shard in shards if WIRE_ERROR in shard]
@@ -399,7 +404,10 @@ class Zero(DataParallel):
 
     def _load(self, groups: Sequence[Any], part: Mapping[str, Any]) -> None:
         self._set.refresh()
-        _zero_state.load_optimizer(self.optimizer, groups, part)
+        _zero_state.load_optimizer(self._sharded, groups, part)
+        torch.autograd.graph.increment_version(
+            self._set.params
+        )  # Offload looks whether they were edited
         self._set.gather(set(range(len(self._set.params))))  # new masters may have moved them
 
 
