@@ -1,38 +1,21 @@
 // The torch side of cross entropy on CUDA; the kernels are in cross_entropy.cuh.
 #include "cuda/cross_entropy.cuh"
 
+#include "cpu/cross_entropy_binding.h"
 #include "cuda/binding.cuh"
 
 namespace tw {
 namespace {
 
-enum Reduction : int64_t { kNone = 0, kMean = 1, kSum = 2 };  // torch's numbers
-
-struct Options {
-  int64_t ignore_index;
-  double label_smoothing, z_loss, softcap;
-};
-
 CrossEntropyTile tile_of(const Tensor& logits, const Tensor& target,
                          const std::optional<Tensor>& weight, int64_t first, int64_t classes,
                          const Options& o) {
-  TW_CHECK_CONTIGUOUS(logits);
-  TW_CHECK_CONTIGUOUS(target);
-  const int64_t N = logits.size(0), columns = logits.size(1);
-  TW_CHECK_SHAPE(target.numel() == N && target.scalar_type() == ScalarType::Long,
-                 "target must be int64 of shape (N)");
-  TW_CHECK_SHAPE(first >= 0 && first + columns <= classes,
-                 "first + columns must not exceed classes");
-  if (weight) {
-    TW_CHECK_CONTIGUOUS(*weight);
-    TW_CHECK_SHAPE(weight->numel() == classes && weight->scalar_type() == acc_dtype(logits),
-                   "weight must be (classes) in the accumulator dtype");
-  }
+  check_tile(logits, target, weight, first, classes);
   return {device_data(logits),
           static_cast<const int64_t*>(device_data(target)),
           device_data(weight),
-          N,
-          columns,
+          logits.size(0),
+          logits.size(1),
           first,
           {classes, o.ignore_index, o.label_smoothing, o.z_loss, o.softcap, 0}};
 }
@@ -43,9 +26,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const CrossEntr
   Tensor scale = empty({2}, logits, ScalarType::Double);
   const Tensor lse = empty({tile.N}, logits, ScalarType::Double);
   const Tensor rows = empty({tile.N}, logits, ScalarType::Double);
-  const Tensor loss =
-      empty(reduction == kNone ? std::vector<int64_t>{tile.N} : std::vector<int64_t>{}, logits,
-            acc_dtype(logits));
+  const Tensor loss = empty_loss(logits, reduction);
   if (reduction != kMean) torch::stable::fill_(scale, 1.0);
   with_float_type(dtype_of(logits), [&](auto tag) {
     using T = decltype(tag);
@@ -63,16 +44,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const CrossEntr
 // `upstream` holds 1 or N elements; without it the value counts.
 void backward(const Tensor& out, const Tensor* upstream, double upstream_value,
               const CrossEntropyTile& tile, const Tensor& lse, const Tensor& scale) {
-  if (upstream) {
-    TW_CHECK_SHAPE(
-        upstream->numel() == 1 || (upstream->numel() == tile.N && upstream->is_contiguous()),
-        "upstream must hold 1 or N contiguous elements");
-    TW_CHECK_SHAPE(upstream->scalar_type() == acc_dtype(out),
-                   "upstream must be in the accumulator dtype");
-  }
-  TW_CHECK_SHAPE(lse.scalar_type() == ScalarType::Double && lse.numel() == tile.N &&
-                     scale.scalar_type() == ScalarType::Double && scale.numel() == 2,
-                 "lse and scale must be float64 of shapes (N) and (2)");
+  if (upstream) check_upstream(*upstream, tile.N, out);
+  check_saved(lse, scale, tile.N);
   const cudaStream_t stream = stream_of(out);
   const bool weighted = tile.weight && tile.options.label_smoothing != 0;
   const Tensor total = empty({weighted ? 1 : 0}, out, ScalarType::Double);
