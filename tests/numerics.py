@@ -184,7 +184,9 @@ PARALLEL_ERROR = {
     "vocabulary gradient, float32": (1e-5, 1e-7),
     "vocabulary gradient, bfloat16": (1e-2, 1e-4),
     "tied gradient": (1e-5, 1e-6),
+    "sharded gradient": (1e-5, 1e-6),
     "training loss": (1e-5, 0.0),  # of every one of 50 steps
+    "training gradient norm": (1e-4, 0.0),
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from numerics import parallel_close
 from safetensors.torch import load_file
 from trainwright.train import metrics
 from trainwright.train.config import Config, RunError, parse
@@ -184,6 +185,38 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, text):
             assert all(a[k] == pytest.approx(b[k], rel=2e-5) for k in a)
 
 
+def test_split_model_trains_as_one_process(tmp_path, text):
+    """50 steps of fp32: three query heads over two ranks, their one key/value head on both. Its checkpoint continues in
+    one process, and one of one process over two ranks."""
+    given = options(
+        tmp_path,
+        text,
+        dtype="float32",
+        steps=50,
+        heads=3,
+        kv_heads=1,
+        dim=36,
+        eval_every=25,
+        sample_tokens=4,
+    )
+    run({**given, "name": "one"})
+    run({**given, "name": "half", "stop_after": 25})
+    two_ranks({**given, "name": "split", "tp": 2, "stop_after": 25})
+    shutil.copytree(tmp_path / "runs/split", tmp_path / "runs/joined")
+    two_ranks({"out": given["out"], "name": "split", "resume": True})
+    two_ranks({"out": given["out"], "name": "half", "resume": True, "tp": 2})
+    run({"out": given["out"], "name": "joined", "resume": True, "tp": 1, "threads": 1})
+    one = records(tmp_path / "runs/one")
+    for name in ("split", "half", "joined"):
+        other = records(tmp_path / f"runs/{name}")
+        assert len(other) == len(one)
+        for a, b in zip(one, other):
+            assert a.keys() == b.keys() and a["tokens"] == b["tokens"]
+            for key in {"loss", "heldout_loss", "grad_norm"} & a.keys():
+                kind = "training gradient norm" if key == "grad_norm" else "training loss"
+                assert parallel_close(kind, b[key], a[key]), (name, key, a, b)
+
+
 def test_zero_divides_memory_and_changes_no_bit(tmp_path, text):
     """Stages 2 and 3, resumed in another stage; what a step's communication cost is in the metrics."""
     given = options(tmp_path, text)
@@ -268,6 +301,8 @@ def rank_of(pid):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"tp": 2}, "--tp: expected a divisor of the 1 ranks, got 2"),
+        ({"tp": 2, "zero": 1}, "--tp: expected 1 with --zero, --wire int8 or --compare, got 2"),
         ({"dim": 33}, "--dim: expected a multiple of 2 x heads = 4, got 33"),
         ({"steps": 0}, "--steps: expected at least 1, got 0"),
         ({"lr": float("nan")}, "--lr: expected a number above 0, got nan"),

@@ -148,6 +148,7 @@ class ColumnParallelLinear(_ParallelLinear):
         ranges: by rank, the first out feature that it holds and the one after its last, instead of an even split.
             Ranges may overlap, as those of key/value heads that serve the query heads of several ranks: the gradients
             of what they share are summed over its holders by this layer, in rank order.
+        whole: a linear layer whose parameters, as the group's first rank has them, are taken instead of new ones.
 
     Without `sequence_parallel`, x (..., K) must be the same on every rank, and its gradient is summed over ranks.
     `column_linears` runs several layers on one x.
@@ -287,6 +288,7 @@ class RowParallelLinear(_ParallelLinear):
         overlap, wire_dtype, reduce: as in ColumnParallelLinear.
         ranges: by rank, the first in feature that it holds and the one after its last, instead of an even split; they
             do not overlap.
+        whole: as in ColumnParallelLinear.
 
     Under `sequence_parallel` the bias gradient is summed over the ranks by this layer. Numerics and sources as
     ColumnParallelLinear's.

@@ -26,11 +26,13 @@ from trainwright.ops._cross_entropy_tiles import (
 )
 from trainwright.ops._library import acc_dtype
 from trainwright.ops.cross_entropy import check_target
-from trainwright.parallel._exchange import all_gather_flat, check_group, gather_sizes
+from trainwright.parallel import _sharded_linear
+from trainwright.parallel._exchange import How, all_gather_flat, check_group, gather_sizes
 from trainwright.parallel._schedule_runtime import Group
 from trainwright.parallel._sizes import shard_slice, split_evenly
+from trainwright.parallel.tensor import Shard, even_ranges
 
-__all__ = ["VocabParallelEmbedding", "vocab_parallel_cross_entropy"]
+__all__ = ["VocabParallelEmbedding", "tied_logits", "vocab_parallel_cross_entropy"]
 
 
 class _Embedding(torch.autograd.Function):
@@ -71,6 +73,7 @@ class VocabParallelEmbedding(nn.Module):
         padding_idx: as in torch.nn.Embedding, negative values count from the end; that row starts at 0 and gets no
             gradient.
         group: process group; None is the default group.
+        whole: an embedding whose weight, as the group's first rank has it, is taken instead of a new one.
 
     `forward(tokens)`: int64 or int32 of any shape, the same on every rank. The gradient of the result is taken as the
     same on every rank; that of the weight needs no communication and is summed in fp32.
@@ -92,6 +95,7 @@ class VocabParallelEmbedding(nn.Module):
         padding_idx: int | None = None,
         *,
         group: Group = None,
+        whole: nn.Embedding | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -110,12 +114,17 @@ class VocabParallelEmbedding(nn.Module):
         self.padding_idx, self.group = padding_idx, group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sizes = split_evenly(num_embeddings, self.world)
-        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        weight = whole.weight.detach()
+        if whole is None:
+            whole = nn.Embedding(
+                num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype
+            )
+        weight = whole.weight.detach().contiguous()
         if self.world > 1 and weight.numel():
             source = 0 if group is None else dist.get_global_rank(group, 0)
             dist.broadcast(weight, source, group=group)
-        self.weight = nn.Parameter(weight[shard_slice(self.sizes, self.rank)].clone())
+        mine = weight[shard_slice(self.sizes, self.rank)].clone()
+        self.weight = nn.Parameter(mine, whole.weight.requires_grad)
+        self.shards = {"weight": Shard(0, even_ranges(num_embeddings, self.world))}
 
     def forward(self, tokens: Tensor) -> Tensor:
         op = "VocabParallelEmbedding"
@@ -141,6 +150,41 @@ class VocabParallelEmbedding(nn.Module):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, rank={self.rank} of {self.world}"
+
+
+def tied_logits(
+    hidden: Tensor, embedding: VocabParallelEmbedding, *, overlap: str = "auto", wire_dtype: torch.dtype | None = None,
+    reduce: str = "ordered",
+) -> Tensor:  # fmt: skip
+    """``hidden · weightᵀ`` with the weight of an embedding: the head of a language model with tied weights.
+
+    Args:
+        hidden: (..., C), the same on every rank, in the weight's dtype; its gradient is summed over the ranks.
+        embedding: the layer whose rows (V_r, C) are this rank's classes.
+        overlap, wire_dtype, reduce: as in `ColumnParallelLinear`.
+
+    Returns:
+        (..., V_r), as `vocab_parallel_cross_entropy` takes them. The weight gets the sum of both its gradients.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind, dtype or shape.
+    """
+    op = "tied_logits"
+    if not isinstance(embedding, VocabParallelEmbedding):
+        raise type_error(op, "embedding", "a VocabParallelEmbedding", type(embedding).__name__)
+    weight: Tensor = embedding.weight
+    width = embedding.embedding_dim
+    how = How.checked(op, embedding.group, overlap, wire_dtype, reduce, max(embedding.sizes))
+    check_tensor(op, "hidden", hidden, min_dim=1, device=weight.device)
+    if hidden.shape[-1] != width:
+        raise value_error(op, "hidden", f"last dimension {width}", tuple(hidden.shape))
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    check_tensor(op, "hidden", hidden, dtypes=(weight.dtype,))
+    rows = hidden.reshape(math.prod(hidden.shape[:-1]), width)
+    (y,) = _sharded_linear.Column.apply(rows, how, [None], weight, None)
+    return y.view(*hidden.shape[:-1], y.shape[-1])
 
 
 def _combine(states: Tensor, target: Tensor, starts: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ class Config:
     zero: int = _option(
         0, "ZeRO stage: ranks divide 1 optimizer state, 2 gradients too, 3 parameters too", choices=(0, 1, 2, 3)
     )  # fmt: skip
+    tp: int = _option(1, "neighbouring ranks that share one model, every layer split over them")
     dtype: str = _option(
         "bfloat16", "of weights and activations", choices=("bfloat16", "float32"), fixed=True
     )
@@ -95,8 +96,15 @@ class Config:
     def hidden_dim(self) -> int:
         return self.hidden or -(-8 * self.dim // 3 // 64) * 64
 
+    def data_ranks(self, world: int) -> int:
+        """How many models there are, each with its own share of the batch."""
+        if world % self.tp:
+            raise RunError(f"--tp: expected a divisor of the {world} ranks, got {self.tp}", 2)
+        return world // self.tp
+
     def accumulation(self, world: int) -> int:
         """Microbatches per rank and step, so that the global batch is the same at any world size."""
+        world = self.data_ranks(world)
         per_pass = self.micro_batch * world
         if self.global_batch % per_pass:
             raise RunError(
@@ -114,7 +122,7 @@ class Config:
                 raise RunError(f"--{flag}: expected {expected}, got {value!r}", 2)
 
         for flag in ("layers", "dim", "heads", "kv-heads", "context", "steps", "global-batch", "micro-batch",
-                     "log-every", "keep", "compare-steps"):  # fmt: skip
+                     "tp", "log-every", "keep", "compare-steps"):  # fmt: skip
             need(flag, getattr(self, flag.replace("-", "_")) >= 1, "at least 1")
         for flag in ("hidden", "warmup", "threads", "stop-after", "eval-every", "eval-tokens", "checkpoint-every",
                      "sample-tokens", "seed", "weight-decay"):  # fmt: skip
@@ -127,6 +135,8 @@ class Config:
         need("heldout", 0 < self.heldout < 1, "a fraction between 0 and 1")
         need("dim", self.dim % (2 * self.heads) == 0, f"a multiple of 2 x heads = {2 * self.heads}")
         need("kv-heads", self.heads % self.kv_heads == 0, f"a divisor of heads = {self.heads}")
+        alone = self.zero or self.wire == "int8" or self.compare
+        need("tp", self.tp == 1 or not alone, "1 with --zero, --wire int8 or --compare")
         need("name", Path(self.name).name == self.name, "a folder name without slashes")
 
 

@@ -27,6 +27,7 @@ from trainwright.train.config import Config, RunError, resumed
 from trainwright.train.model import GPT, GPTConfig
 from trainwright.train.ranks import RankLost, Ranks, StopSignal, start
 from trainwright.train.report import Reporter, plural
+from trainwright.train.split import set_kv_heads, split_model
 
 
 def model_config(config: Config) -> GPTConfig:
@@ -66,6 +67,11 @@ class Trainer:
         self.accumulation = config.accumulation(ranks.world)
         self.dtype = getattr(torch, config.dtype)
         self.model = GPT(model_config(config), config.seed, self.dtype).to(ranks.device)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        shared = config.tp > 1
+        self.split = split_model(self.model, config.tp, ranks.rank, ranks.world) if shared else None
+        # Which share of the batch is this rank's; those that share a model take the same.
+        self.data_rank, self.data_ranks = ranks.rank // config.tp, ranks.world // config.tp
         groups = parameter_groups(self.model, config.weight_decay)
         names = {id(p): name for name, p in self.model.named_parameters()}
         self.names = [
@@ -78,15 +84,19 @@ class Trainer:
         }
         link: dict[str, Any] = {
             "broadcast_buffers": False, "timeout": config.timeout, "wire_dtype": WIRE_DTYPES[config.wire],
+            "group": self.split.dp_group if self.split else None,
         }  # fmt: skip
-        self.estimate = estimate(self.model, stage=config.zero, world=ranks.world, **adam)
+        self.estimate = estimate(self.model, stage=config.zero, world=self.data_ranks, **adam)
         self.zero = (
             Zero(self.model, stage=config.zero, params=groups, **link, **adam)
             if config.zero
             else None
         )
         self.parallel = self.zero or DataParallel(self.model, **link)
-        self.optimizer = self.zero.optimizer if self.zero else AdamW(groups, **adam)
+        if self.split:
+            self.optimizer: AdamW = self.split.parts.optimizer(AdamW, groups, **adam)
+        else:
+            self.optimizer = self.zero.optimizer if self.zero else AdamW(groups, **adam)
         self.train_blocks = data.Blocks(folder / "train.bin", config.context)
         self.heldout_blocks = data.Blocks(folder / "heldout.bin", config.context)
         self.sampler = data.TrainSampler(len(self.train_blocks), config.seed)
@@ -96,7 +106,7 @@ class Trainer:
     def microbatches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         return data.microbatches(
             self.train_blocks, self.sampler, step * self.config.global_batch, self.config.micro_batch,
-            self.accumulation, self.ranks.rank, self.ranks.world,
+            self.accumulation, self.data_rank, self.data_ranks,
         )  # fmt: skip
 
     def step(self, step: int) -> tuple[float, int]:
@@ -116,10 +126,17 @@ class Trainer:
         self.optimizer.step()
         self.state_bytes = self.state_bytes or self.model_state_bytes()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss_sum.item(), targets
+        return self.counted(loss_sum.item(), targets)
+
+    def counted(self, loss_sum: float, targets: int) -> tuple[float, int]:
+        """Of ranks that share a model, one has something to add to the sums over all ranks."""
+        return (0.0, 0) if self.split and self.split.tp_rank else (loss_sum, targets)
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model can be used by one rank alone, whatever is divided."""
+        """Inside, the model can be used by one rank alone, whatever is divided. A model that is split stays whole."""
+        if self.split:
+            self.split.parts.restore()
+            set_kv_heads(self.model, None)
         return self.zero.gathered() if self.zero else contextlib.nullcontext()
 
     def model_state_bytes(self) -> int:
@@ -135,23 +152,27 @@ class Trainer:
     @torch.no_grad()
     def heldout_loss(self) -> float:
         """Mean loss over the held-out targets, the same at any world size."""
-        with self.whole():  # ranks have different numbers of batches
+        # Ranks have different numbers of batches, but those that share a model the same.
+        with contextlib.nullcontext() if self.split else self.whole():
             return self._heldout_loss()
 
     def _heldout_loss(self) -> float:
         config, total, targets = self.config, 0.0, 0
         for x, y in data.heldout_batches(
-            self.heldout_blocks, config.eval_tokens, config.micro_batch, self.ranks.rank, self.ranks.world
+            self.heldout_blocks, config.eval_tokens, config.micro_batch, self.data_rank, self.data_ranks
         ):  # fmt: skip
             count = int((y != data.IGNORE).sum())
             total += self.model(x.to(self.ranks.device), y.to(self.ranks.device)).item() * count
             targets += count
+        total, targets = self.counted(total, targets)
         loss_sum, count_sum = self.ranks.sum([total, float(targets)])
         return loss_sum / count_sum
 
     def save(self, folder: Path, step: int) -> None:
         """A checkpoint after `step` steps, written by rank 0."""
         full = self.zero.full_state_dict() if self.zero else {}
+        if self.split:
+            full = {"model": self.split.parts.full_state_dict(), "optimizer": self._states(True)}
         errors = self.parallel.error_feedback()
 
         def write() -> None:
@@ -168,6 +189,21 @@ class Trainer:
 
         self.ranks.first(write)
 
+    def _states(self, whole: bool, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The optimizer's state dict with whole tensors in the place of this rank's parts, or the other way around."""
+        assert self.split is not None
+        parts = self.split.parts
+        saved = self.optimizer.state_dict() if saved is None else saved
+        move = parts.whole if whole else parts.part
+        state = {
+            index: {
+                key: move(self.names[index], v) if isinstance(v, Tensor) and v.dim() else v
+                for key, v in entry.items()
+            }
+            for index, entry in saved["state"].items()
+        }
+        return {**saved, "state": state}
+
     def load(self, path: Path) -> int:
         """Continue from a checkpoint; returns the number of steps done."""
         loaded = checkpoint.load(path)
@@ -178,6 +214,9 @@ class Trainer:
         )
         if self.zero:
             self.zero.load_full_state_dict({"model": loaded.model, "optimizer": state})
+        elif self.split:
+            self.split.parts.load_full_state_dict(loaded.model)
+            self.optimizer.load_state_dict(self._states(False, state))
         else:
             self.model.load_state_dict(loaded.model)
             self.optimizer.load_state_dict(state)
@@ -287,8 +326,7 @@ def run(given: dict[str, Any]) -> int:
 def introduce(
     trainer: Trainer, folder: Path, report: data.DataReport, peak: float, say: Callable[[str], None]
 ) -> None:
-    config, ranks = trainer.config, trainer.ranks
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    config, ranks, parameters = trainer.config, trainer.ranks, trainer.parameters
     threads = "" if ranks.device.type == "cuda" else f" x {plural(ranks.threads, 'thread')}"
     say(
         f"run    {folder}: {plural(ranks.world, 'rank')}{threads} on {ranks.device.type}, {config.dtype}"
@@ -371,10 +409,7 @@ def finish(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
     """Rank 0 only: the plot, the weights at the top of the folder, and a sampled text."""
     config = trainer.config
     records = metrics.read_metrics(folder / "metrics.jsonl")
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    note = (
-        f"{parameters / 1e6:.1f}M parameters, {config.dtype}, {plural(trainer.ranks.world, 'rank')}"
-    )
+    note = f"{trainer.parameters / 1e6:.1f}M parameters, {config.dtype}, {plural(trainer.ranks.world, 'rank')}"
     metrics.plot_loss(records, folder / "loss.png", f"Loss of {folder.name}", note)
     newest = folder / "checkpoints" / checkpoint.folder_name(config.steps)
     for part in ("model.safetensors", "optimizer.safetensors"):

@@ -16,10 +16,15 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.parallel.tensor import ColumnParallelLinear, column_linears
+from trainwright.parallel.vocab import (
+    VocabParallelEmbedding,
+    tied_logits,
+    vocab_parallel_cross_entropy,
+)
 
 
 @dataclass(frozen=True)
@@ -62,38 +67,49 @@ class Cache:
         return self.k[layer, :, :end], self.v[layer, :, :end]
 
 
+def project(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """Several linear layers of one x; what is split over ranks sums the gradient of x once."""
+    if isinstance(layers[0], ColumnParallelLinear):
+        return column_linears(x, layers)  # type: ignore[arg-type]
+    return [layer(x) for layer in layers]
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.head_dim = config.head_dim
         self.layer = layer
-        self.q = nn.Linear(config.dim, config.heads * config.head_dim, bias=False)
-        self.k = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.v = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.out = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
+        self.q = tw.nn.Linear(config.dim, config.heads * config.head_dim, bias=False)
+        self.k = tw.nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.v = tw.nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.out = tw.nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
+        self.kv_of: list[int] | None = (
+            None  # key/value head of every query head, where not H/G each (split.py)
+        )
 
     def forward(self, x_BTC: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         B, T, _ = x_BTC.shape
-        q = tw.linear(x_BTC, self.q.weight).view(B, T, self.heads, self.head_dim)
-        k = tw.linear(x_BTC, self.k.weight).view(B, T, self.kv_heads, self.head_dim)
-        v = tw.linear(x_BTC, self.v.weight).view(B, T, self.kv_heads, self.head_dim)
+        parts = project(x_BTC, self.q, self.k, self.v)
+        q, k, v = (y.view(B, T, y.shape[-1] // self.head_dim, self.head_dim) for y in parts)
         q, k = tw.rope(q, k, cos, sin)
+        if self.kv_of is not None:
+            k, v = k[:, :, self.kv_of], v[:, :, self.kv_of]
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
         out_BTHD = tw.flash_attention(q, k, v, causal=True)
-        return tw.linear(out_BTHD.flatten(2), self.out.weight)
+        return self.out(out_BTHD.flatten(2))
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+        self.gate = tw.nn.Linear(config.dim, config.hidden, bias=False)
+        self.up = tw.nn.Linear(config.dim, config.hidden, bias=False)
+        self.down = tw.nn.Linear(config.hidden, config.dim, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        gate, up = tw.linear(x_BTC, self.gate.weight), tw.linear(x_BTC, self.up.weight)
-        return tw.linear(tw.swiglu(gate, up), self.down.weight)
+        gate, up = project(x_BTC, self.gate, self.up)
+        return self.down(tw.swiglu(gate, up))
 
 
 class Block(nn.Module):
@@ -152,7 +168,7 @@ class GPT(nn.Module):
         start = 0 if cache is None else cache.length
         end = start + tokens_BT.shape[1]
         cos, sin = self.cos[start:end], self.sin[start:end]
-        branch, stream = F.embedding(tokens_BT, self.embedding.weight), None
+        branch, stream = self.embedding(tokens_BT), None
         for block in self.blocks:
             branch, stream = block(branch, stream, cos, sin, cache)
         if cache is not None:
@@ -162,6 +178,12 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         hidden_NC = self.hidden(tokens_BT).flatten(0, 1)
+        if isinstance(self.embedding, VocabParallelEmbedding):
+            tied = self.head is None
+            logits = tied_logits(hidden_NC, self.embedding) if tied else self.head(hidden_NC)
+            return vocab_parallel_cross_entropy(
+                logits, targets_BT.flatten(), group=self.embedding.group
+            )
         return tw.linear_cross_entropy(hidden_NC, self.head_weight, targets_BT.flatten())
 
     @torch.no_grad()
