@@ -171,6 +171,25 @@ def test_autocast():
     assert torch.autograd.grad(y.sum(), a)[0].dtype == torch.float32
 
 
+@pytest.mark.skipif("triton" not in BACKENDS, reason="needs Triton")
+def test_streamed_blocks_of_k_are_dealt_out_once():
+    """Whole tiles first, then each program's share, of two tiles at most, as the kernel's two slots want it."""
+    from trainwright.kernels._product_configs import schedule_for
+
+    streamed = 0
+    for tiles in (*range(1, 30), 131, 133, 200, 264, 1000):
+        for blocks in (1, 3, 8, 9, 64, 1000):
+            for slots in (1, 4, 8, 132):
+                plan = schedule_for(tiles, blocks, slots, persistent=True)
+                rest = (tiles - plan.whole) * blocks
+                assert 0 <= plan.whole <= tiles and 1 <= plan.programs <= slots
+                assert plan.depth < blocks and (plan.depth > 0) == (rest > 0)
+                assert rest <= plan.programs * plan.depth
+                assert plan.whole == 0 or not rest or plan.programs == slots
+                streamed += rest > 0
+    assert streamed > 100
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

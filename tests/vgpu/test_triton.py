@@ -50,6 +50,11 @@ def test_optimizers_move_what_their_formats_say(arch):
     run(arch, "tests/vgpu/compiled_optimizers.py")
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_products_move_what_their_tiles_say(arch):
+    run(arch, "tests/vgpu/compiled_products.py")
+
+
 # The shared tables of the ops, with every check on: of each op what reaches every kernel and branch in one dtype, and
 # where the code differs by dtype, others. All of it: tests/vgpu_triton.py.
 REFERENCE = "matches_reference and bfloat16"

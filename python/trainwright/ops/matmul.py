@@ -21,7 +21,7 @@ MAX_SPLITS = 64
 
 
 def _reference(a: Tensor, b: Tensor, dtype: torch.dtype, splits: int) -> Tensor:
-    """a (B, M, K), b (B, K, N): the parts of K in order, the total rounded once."""
+    """a (B, M, K), b (B, K, N): the parts of K in order, the total rounded once. 0 parts: one, here."""
     K = a.shape[2]
     splits = max(1, min(splits, K))
     if splits == 1 and a.dtype == b.dtype == dtype:  # torch sums in fp32 already
@@ -47,6 +47,8 @@ def _splits(backend: str, B: int, M: int, N: int, K: int) -> int:
         return min(MAX_SPLITS, K // 4096) if B * M * N <= 1 << 14 and K >= 1 << 14 else 1
     if backend == "torch":
         return 1
+    if backend == "triton":  # its launcher knows tiles and multiprocessors: stream-K
+        return 0
     tiles = B * -(-M // 128) * -(-N // 128)
     return max(1, min(132 // max(tiles, 1), K // 1024, MAX_SPLITS))  # 132: SMs of an H100
 
