@@ -3,9 +3,9 @@
     bench/netlab.sh -n 2 -r 450mbit -- bench/overlap.py [--layers 8 --width 1024 --rows 1024 --rounds 9]
 
 Per round, in turn on the same machine: the bare model (forward, backward: compute only), DDP, and
-tw.parallel.DataParallel. `comm` is an all-reduce of all gradients at once, alone. The model is plain torch in both
-cases, so only the reducer differs. A time is that of the slowest rank in its round: a synchronous step cannot end
-earlier. exposed = step - bare, round by round. Rank 0 prints one JSON line with medians.
+tw.parallel.DataParallel, as it is and over the int8 wire. `comm` is an all-reduce of all gradients at once, alone. The
+model is plain torch in all cases, so only the reducer differs. A time is that of the slowest rank in its round: a
+synchronous step cannot end earlier. exposed = step - bare, round by round. Rank 0 prints one JSON line with medians.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def main() -> None:
         options.rows, options.width, generator=torch.Generator().manual_seed(dist.get_rank())
     )
     bare, theirs, ours = model(), DistributedDataParallel(model()), DataParallel(model())
+    rounded = DataParallel(model(), wire_dtype="int8")
     gradients = torch.zeros(sum(p.numel() for p in bare.parameters()))
 
     def step(module: nn.Module) -> Callable[[], None]:
@@ -60,6 +61,7 @@ def main() -> None:
         "comm": lambda: dist.all_reduce(gradients),
         "ddp": step(theirs),
         "trainwright": step(ours),
+        "int8": step(rounded),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for round_ in range(options.rounds + 2):
@@ -78,7 +80,7 @@ def main() -> None:
     )
     if dist.get_rank() == 0:
         row = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in slowest.items()}
-        for name in ("ddp", "trainwright"):
+        for name in ("ddp", "trainwright", "int8"):
             exposed = [a - b for a, b in zip(slowest[name], slowest["compute"])]
             row[f"{name}_exposed_ms"] = 1e3 * statistics.median(exposed)
             row[f"{name}_exposed_fraction"] = row[f"{name}_exposed_ms"] / row["comm_ms"]

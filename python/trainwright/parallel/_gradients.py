@@ -22,6 +22,9 @@ def take(
         contiguous: wanted for a gradient that lies in several buckets.
     """
     grad = p.grad
+    if grad is not None and averaged and _is_plain(grad):  # nearly always
+        p.grad = None
+        return grad, grad, None
     if grad is None:
         return None, _real(torch.empty_like(p, requires_grad=False)) if averaged else None, None
     if grad.layout is not torch.strided:
@@ -54,6 +57,17 @@ def part(x: Tensor, piece: Piece) -> Tensor:
     """The part of a tensor that lies in a bucket. A tensor that is really cut is contiguous."""
     whole = piece.end - piece.begin == x.numel()
     return x if whole else x.view(-1)[piece.begin : piece.end]
+
+
+def _is_plain(grad: Tensor) -> bool:
+    """Dense, row-major, real, and in memory that nobody else sees: so the average can be written there."""
+    return (
+        grad.layout is torch.strided
+        and grad.is_contiguous()
+        and not grad.requires_grad
+        and not grad.is_complex()
+        and _storage_uses(grad.untyped_storage()._cdata) <= ALONE
+    )
 
 
 def _real(x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Job:
         first = grads[0]
         if scale == 1.0 and not nothing and first is not None and _same_place(first, flat):
             return
-        if nothing or None in grads:
+        if nothing or any(g is None for g in grads):  # not "in", which would compare tensors
             empty = flat[:0]
             grads = [empty if nothing or g is None else g for g in grads]
         offsets = [piece.offset for piece in self.bucket.pieces]

@@ -142,21 +142,23 @@ class Reducer:
     # ---- from the first hook of a backward to the last
 
     def _on_grad(self, index: int) -> None:
-        task = _task_id()
-        if task != self._task or self._now is None:
+        task, b = _task_id(), self._now
+        if b is None or task != self._task:
             self._enter(task)
-        b = self._now
-        assert b is not None
+            b = self._now
+            assert b is not None
         self._touched.add(index)
         if b.mode in ("local", "alone"):
             return
-        slot = b.plan.slot_of[index]
+        plan = b.plan
+        slot = plan.slot_of[index]
         b.calls[slot] += 1
         b.left[slot] = left = b.left[slot] - 1
         if left == 0:
-            for bucket in b.plan.buckets_of[slot]:
-                b.pending[bucket] -= 1
-                if b.pending[bucket] == 0:
+            pending = b.pending
+            for bucket in plan.buckets_of[slot]:
+                pending[bucket] = waiting = pending[bucket] - 1
+                if waiting == 0:
                     b.ready.append(bucket)
                     self._launch_ready(b)
         elif left < 0 and slot in b.taken:
@@ -206,16 +208,18 @@ class Reducer:
     def _launch(self, b: Backward, index: int) -> None:
         bucket, plan = b.plan.layout.buckets[index], b.plan
         job = self._job(b, bucket)
+        grads, outs, every, take = job.grads, job.outs, b.taken, self._take
         for piece in bucket.pieces:
-            taken = b.taken.get(piece.slot)
+            slot = piece.slot
+            taken = every.get(slot)
             if taken is None:
-                taken = b.taken[piece.slot] = self._take(b, piece.slot)
+                taken = every[slot] = take(b, slot)
             grad, out = taken
-            if len(plan.buckets_of[piece.slot]) > 1:
+            if len(plan.buckets_of[slot]) > 1:
                 grad, out = _gradients.cut(grad, piece), _gradients.cut(out, piece)
-            job.grads.append(grad)
+            grads.append(grad)
             if out is not None:
-                job.outs.append(out)
+                outs.append(out)
         if job.sums is not None:
             self.driver.add(job, b.weight)
         if b.mode == "sync":
