@@ -13,6 +13,10 @@ Strided strided(const Tensor& x) {
   return {data(x), x.stride(0), x.stride(1), x.stride(2), x.stride(3), dtype_of(x)};
 }
 
+bool rows_together(const Strided& x, int64_t columns, ScalarType dtype) {
+  return x.dtype == static_cast<DType>(dtype) && x.row == columns && x.element == 1;
+}
+
 // The arguments that both ops have in common.
 struct Options {
   const std::optional<Tensor>&cu_q, &cu_k, &alibi, &bias, &sinks, &seed;
@@ -110,14 +114,12 @@ std::tuple<Tensor, Tensor> flash_attention_fwd_cpu(
   a.out = mutable_data(out), a.lse = mutable_data(lse);
 
   // K and V are worth a copy if some head's keys are used by more than one task.
-  a.task_rows = forward_task_rows(a);
-  std::optional<Tensor> k_rows, v_rows, finite;
-  if (a.H * count_blocks(a, a.task_rows, false) > a.G * a.B) {
+  a.keys_in_place = rows_together(a.k, a.D, acc) && rows_together(a.v, a.Dv, acc);
+  std::optional<Tensor> k_rows, v_rows;
+  if (!a.keys_in_place && a.H * count_blocks(a, kForwardLeastRows, false) > a.G * a.B) {
     const int64_t rows = k.size(0) * a.Tk * a.G;
     k_rows = empty({rows, a.D}, q, acc), v_rows = empty({rows, a.Dv}, q, acc);
-    finite = empty({count_blocks(a, kForwardKeys, true) * a.G}, q, ScalarType::Byte);
     a.k_rows = mutable_data(*k_rows), a.v_rows = mutable_data(*v_rows);
-    a.v_finite = static_cast<uint8_t*>(mutable_data(*finite));
   }
   flash_attention_fwd(a);
   return {out, lse};

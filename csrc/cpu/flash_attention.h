@@ -41,11 +41,12 @@ struct FlashAttentionArgs {
 
   void *out, *lse;  // contiguous (B, Tq, H, Dv); (B, H, Tq) in acc type. Packed: B is 1 here
 
-  // Forward only. One compact copy of k and v in acc type, all rows of a head together, and whether
-  // each block of it is finite; null if no two tasks use the same keys.
+  // Forward only. k and v in acc type with the rows of a head together: as they are, or one compact
+  // copy, null if no two tasks use the same keys; copied: what is there of it (flash_attention_fwd.cpp)
+  bool keys_in_place;
   void *k_rows, *v_rows;
-  uint8_t* v_finite;
-  int64_t task_rows;  // queries of a task
+  int32_t* copied;
+  int64_t task_rows;  // queries of a task; the kernel chooses
 
   // Backward only, from here. A gradient that is not needed is null; dq, dk, dv in q's dtype, the
   // others in acc type, all contiguous.
@@ -67,7 +68,7 @@ constexpr int64_t kAttentionKeys = 128;    // keys of a block of the backward pa
 constexpr int64_t kAttentionSumKeys = 64;  // keys that one partial sum of dQ runs over
 constexpr int64_t kForwardKeys = 128;      // keys of a block of the forward pass
 constexpr int64_t kForwardRows = 128;      // queries of a task of the forward pass, at most
-constexpr int64_t kForwardLeastRows = 32;  // at least: a panel of AVX-512
+constexpr int64_t kForwardLeastRows = 16;  // at least; not less than a panel
 constexpr int64_t kAttentionPad = 32;      // channels that rows of workspaces are padded to
 
 }  // namespace tw
@@ -81,6 +82,7 @@ TW_HD int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // One sequence of a call.
 struct Sequence {
+  int64_t index;
   int64_t batch, q_row, k_row;  // where it begins in q, k, v, dout
   int64_t q_first, k_first;     // and counted over all sequences
   Band band;
@@ -88,7 +90,7 @@ struct Sequence {
 
 // Inconsistent cu_seqlens, which the caller may have left unchecked, stay within the tensors.
 TW_HD Sequence sequence_of(const FlashAttentionArgs& a, int64_t b) {
-  Sequence s{b, 0, 0, b * a.Tq, b * a.Tk, {a.Tq, a.Tk, 0, a.left, a.right}};
+  Sequence s{b, b, 0, 0, b * a.Tq, b * a.Tk, {a.Tq, a.Tk, 0, a.left, a.right}};
   if (a.cu_q) {
     s.batch = 0;
     s.q_first = s.q_row = Band::clamp(a.cu_q[b], a.Tq);
@@ -120,12 +122,11 @@ TW_HD int64_t count_blocks(const FlashAttentionArgs& a, int64_t size, bool keys)
   return n;
 }
 
-// Queries of a task of the forward pass: enough tasks to keep the threads busy to the end. No
-// result depends on it.
-TW_HD int64_t forward_task_rows(const FlashAttentionArgs& a) {
+// Queries of a task of the forward pass, `least` or more: enough tasks to keep the threads busy to
+// the end. No result depends on it.
+TW_HD int64_t forward_task_rows(const FlashAttentionArgs& a, int64_t least) {
   int64_t rows = kForwardRows;
-  while (rows > kForwardLeastRows && a.H * count_blocks(a, rows, false) < 4 * num_threads())
-    rows /= 2;
+  while (rows > least && a.H * count_blocks(a, rows, false) < 4 * num_threads()) rows /= 2;
   return rows;
 }
 

@@ -4,7 +4,8 @@
 // prepare  one task per block of queries of a head: rows of q (times q_factor: the very numbers of the
 //          forward, so that S has its bits) and of dout (times what the sink and dropout leave) are
 //          widened and copied together once, delta = dout.out - dlse, what the row's softmax needs.
-// main     one task per (block of keys, b, g), keys as lanes: S = Q K', P, dP = dO V', dS, then
+// main     after them, each as soon as the blocks it needs are there:
+//          one task per (block of keys, b, g), keys as lanes: S = Q K', P, dP = dO V', dS, then
 //          dV += P' dO, dK += dS' Q, dQ += dS K: five products per pair of blocks. dK and dV belong
 //          to the task; dQ is added block by block in key order, which a ticket per block of queries
 //          enforces, so the bits are those of one thread.
@@ -68,7 +69,9 @@ struct QueryBlock {
     row_max = static_cast<const A*>(a.row_max) + row;
     log_sum = static_cast<const A*>(a.row_log_sum) + row;
     delta = static_cast<const A*>(a.delta) + row;
-    const uint8_t finite = a.row_finite[table.number(b, a.H, h, block)];
+    const int64_t number = table.number(b, a.H, h, block);
+    while (__atomic_load_n(a.tickets + number, __ATOMIC_ACQUIRE) < 0) sched_yield();  // prepared
+    const uint8_t finite = a.row_finite[number];
     q_finite = finite & 1, dout_finite = finite & 2;
   }
 };
@@ -395,7 +398,6 @@ void prepare(const FlashAttentionArgs& a, int64_t b, int64_t h, int64_t block, i
   }
   a.row_finite[number] = static_cast<uint8_t>(q_finite | dout_finite << 1);
   if (a.dsinks) static_cast<A*>(a.dsinks_parts)[number] = dsink;
-  a.tickets[number] = 0;
   if (a.dq && s.band.begin(i0) >= s.band.end(i0 + rows - 1))
     for (int64_t i = i0; i < i0 + rows; ++i)
       memset(static_cast<char*>(a.dq) + ((s.q_first + i) * a.H + h) * a.D * dtype_bytes(a.dtype), 0,
@@ -503,21 +505,24 @@ void backward(const FlashAttentionArgs& a) {
       scratch(Scratch::attention_tables,
               static_cast<size_t>(2 * (a.B + 1) + 2 * key_tasks) * sizeof(int64_t)));
   const BlockTable q_table(a, BM, false, memory), k_table(a, a.task_keys, true, memory + a.B + 1);
-  parallel_dynamic(q_table.total() * a.H, [&](int64_t task) {
-    const auto [b, h, block] = q_table.place(task, a.H);
-    prepare<A>(a, b, h, block, task);
-  });
+  const int64_t blocks = q_table.total() * a.H;
+  memset(a.tickets, -1, static_cast<size_t>(blocks) * sizeof(int64_t));
   const size_t bytes = BackwardTile<A>::size(a) * sizeof(A);
-  if (a.dq || a.dk || a.dv || a.dalibi) {
-    auto* list = reinterpret_cast<KeyTask*>(memory + 2 * (a.B + 1));
-    list_key_tasks(a, k_table, list);
-    parallel_dynamic(key_tasks, [&](int64_t task) {
-      const auto [unit, block] = list[task];
-      BackwardTask<A, TERMS> t(a, unit / a.G, unit % a.G, block, q_table,
-                               scratch(Scratch::attention_task, bytes));
-      t.run(k_table);
-    });
-  }
+  auto* list = reinterpret_cast<KeyTask*>(memory + 2 * (a.B + 1));
+  list_key_tasks(a, k_table, list);
+  const bool main = a.dq || a.dk || a.dv || a.dalibi;
+  parallel_dynamic(blocks + (main ? key_tasks : 0), [&](int64_t task) {
+    if (task < blocks) {
+      const auto [b, h, block] = q_table.place(task, a.H);
+      prepare<A>(a, b, h, block, task);
+      __atomic_store_n(a.tickets + task, int64_t(0), __ATOMIC_RELEASE);
+      return;
+    }
+    const auto [unit, block] = list[task - blocks];
+    BackwardTask<A, TERMS> t(a, unit / a.G, unit % a.G, block, q_table,
+                             scratch(Scratch::attention_task, bytes));
+    t.run(k_table);
+  });
   if constexpr (TERMS)
     if (a.dbias) bias_gradient<A>(a, q_table);
   if (a.dalibi)

@@ -7,9 +7,10 @@
 // softmax, O' = O' * alpha + V' P'. A panel only visits keys that one of its lanes can see, so causal
 // does half the work to within a panel, and a window costs Tq times its width.
 //
-// K and V are copied once for all tasks, to rows that lie together (in (B, T, H, D) they are H D
-// apart, which the caches' sets do not take well); the tasks of a head follow each other, longest
-// first. Every sum of a query runs over the same keys in the same order wherever blocks and threads
+// K and V are read in place if their rows lie together in the accumulator's type. Else they are
+// copied to such rows once for all tasks (in (B, T, H, D) rows are H D apart, which the caches' sets
+// do not take well): tasks too, before the others, which wait for the keys they need. The tasks of a
+// head follow each other, longest first. Every sum of a query runs over the same keys in the same order wherever blocks and threads
 // begin: blocks of keys are counted from key 0 and panels from query 0.
 //
 // The options that change a score (softcap, bias, alibi, dropout) are one more pass over S', compiled
@@ -20,12 +21,16 @@
 
 #ifdef TW_CPU_ISA
 
+#include <sched.h>
+
 #include "cpu/flash_attention_tiles.h"
 
 TW_BEGIN
 namespace {
 
 constexpr int64_t BN = kForwardKeys;
+constexpr int64_t kCopyKeys = 32;  // keys of a task that copies: a short call has several
+constexpr int32_t kOdd = 1 << 16;  // beside the number of copies made of a block: V is not finite
 
 template<class A>
 struct ForwardTile {
@@ -39,7 +44,7 @@ struct ForwardTile {
     return round_up(max_of(max_of(a.D, a.Dv), BN), NR<A>);
   }
   static size_t size(const FlashAttentionArgs& a) {
-    const int64_t keys = a.k_rows ? 0 : BN * (a.D + a.Dv),
+    const int64_t keys = a.k_rows || a.keys_in_place ? 0 : BN * (a.D + a.Dv),
                   terms = has_terms(a) ? 2 * BN * NR<A> : 0;
     return static_cast<size_t>(a.task_rows * (a.D + a.Dv + 2) + BN * NR<A> + NR<A> * line(a) +
                                keys + terms);
@@ -146,25 +151,45 @@ struct ForwardTask {
     for (int64_t i = 0; i < panels * NR<A>; ++i) t.m[i] = A(-INFINITY), t.l[i] = A(0);
   }
 
+  // Rows of K and V, D and Dv apart, and whether V is finite, if some query does not see all of them.
+  struct Keys {
+    const A *k, *v;
+    bool v_finite;
+  };
+  Keys keys_of(const BlockTable* table, int64_t j0, int64_t j1, bool statistics) {
+    if (a.keys_in_place) {
+      const Band& band = s.band;
+      const A* v = static_cast<const A*>(a.v.at(s.batch, s.k_row + j0, g));
+      const bool cut = terms.biased || band.begin(i0 + rows - 1) > j0 || band.end(i0) < j1;
+      return {static_cast<const A*>(a.k.at(s.batch, s.k_row + j0, g)), v,
+              !cut || statistics || all_finite(v, (j1 - j0) * a.Dv)};
+    }
+    if (a.k_rows && !statistics) {
+      const int64_t row = s.k_first * a.G + g * s.band.Tk + j0;
+      const int32_t* state = a.copied + table->number(s.index, a.G, g, j0 / BN);
+      const int64_t whole = min_of(j0 + BN, s.band.Tk) - j0;
+      int32_t copies;
+      while ((copies = __atomic_load_n(state, __ATOMIC_ACQUIRE)) % kOdd !=
+             blocks_of(whole, kCopyKeys))
+        sched_yield();
+      return {static_cast<const A*>(a.k_rows) + row * a.D,
+              static_cast<const A*>(a.v_rows) + row * a.Dv, copies < kOdd};
+    }
+    load_rows(t.k, a.D, a.k, a.k.at(s.batch, s.k_row + j0, g), j1 - j0, a.D);
+    bool v_finite = true;
+    if (!statistics)
+      v_finite = load_rows(t.v, a.Dv, a.v, a.v.at(s.batch, s.k_row + j0, g), j1 - j0, a.Dv);
+    return {t.k, t.v, v_finite};
+  }
+
   // All blocks of keys that a query of the task sees. statistics: only m and l, not O.
-  void run(const BlockTable* table, int64_t b, bool statistics) {
+  void run(const BlockTable* table, bool statistics) {
     load_queries();
     const Band& band = s.band;
     const int64_t keys_end = band.end(i0 + rows - 1);
     for (int64_t j0 = band.begin(i0) / BN * BN; j0 < keys_end; j0 += BN) {
       const int64_t j1 = min_of(j0 + BN, keys_end);
-      const A *k = t.k, *v = t.v;
-      bool v_finite = true;
-      if (a.k_rows && !statistics) {
-        const int64_t row = s.k_first * a.G + g * band.Tk + j0;
-        k = static_cast<const A*>(a.k_rows) + row * a.D;
-        v = static_cast<const A*>(a.v_rows) + row * a.Dv;
-        v_finite = a.v_finite[table->number(b, a.G, g, j0 / BN)];
-      } else {
-        load_rows(t.k, a.D, a.k, a.k.at(s.batch, s.k_row + j0, g), j1 - j0, a.D);
-        if (!statistics)
-          v_finite = load_rows(t.v, a.Dv, a.v, a.v.at(s.batch, s.k_row + j0, g), j1 - j0, a.Dv);
-      }
+      const auto [k, v, v_finite] = keys_of(table, j0, j1, statistics);
       for (int64_t p = 0; p < panels; ++p) {
         const int64_t q0 = i0 + p * NR<A>, q1 = min_of(q0 + NR<A>, i0 + rows) - 1;
         const int64_t n0 = max_of(band.begin(q0), j0), n1 = min_of(band.end(q1), j1);
@@ -292,21 +317,20 @@ struct ForwardTask {
   }
 };
 
-// One compact copy of K and V: block j of (b, g) is task number (b, g, j) of the table.
+// One compact copy of K and V: piece `piece` of the keys of (b, g).
 template<class A>
-void copy_keys(const FlashAttentionArgs& a, const BlockTable& table) {
-  parallel_for(0, table.total() * a.G, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const auto [b, g, block] = table.place(task, a.G);
-      const Sequence s = sequence_of(a, b);
-      const int64_t j = block * BN, keys = min_of(BN, s.band.Tk - j);
-      const int64_t row = s.k_first * a.G + g * s.band.Tk + j;
-      load_rows(static_cast<A*>(a.k_rows) + row * a.D, a.D, a.k, a.k.at(s.batch, s.k_row + j, g),
-                keys, a.D);
-      a.v_finite[task] = load_rows(static_cast<A*>(a.v_rows) + row * a.Dv, a.Dv, a.v,
-                                   a.v.at(s.batch, s.k_row + j, g), keys, a.Dv);
-    }
-  });
+void copy_keys(const FlashAttentionArgs& a, const BlockTable& pieces, const BlockTable& blocks,
+               int64_t task) {
+  const auto [b, g, piece] = pieces.place(task, a.G);
+  const Sequence s = sequence_of(a, b);
+  const int64_t j = piece * kCopyKeys, keys = min_of(kCopyKeys, s.band.Tk - j);
+  const int64_t row = s.k_first * a.G + g * s.band.Tk + j;
+  load_rows(static_cast<A*>(a.k_rows) + row * a.D, a.D, a.k, a.k.at(s.batch, s.k_row + j, g), keys,
+            a.D);
+  const bool finite = load_rows(static_cast<A*>(a.v_rows) + row * a.Dv, a.Dv, a.v,
+                                a.v.at(s.batch, s.k_row + j, g), keys, a.Dv);
+  __atomic_fetch_add(a.copied + blocks.number(b, a.G, g, j / BN), finite ? 1 : 1 + kOdd,
+                     __ATOMIC_RELEASE);
 }
 
 // Queries of packed tensors that belong to no sequence.
@@ -329,20 +353,28 @@ void clear_outside(const FlashAttentionArgs& a) {
 }
 
 template<class A, bool TERMS>
-void forward(const FlashAttentionArgs& a) {
+void forward(const FlashAttentionArgs& args) {
+  FlashAttentionArgs a = args;
+  a.task_rows = forward_task_rows(a, max_of(kForwardLeastRows, NR<A>));
+  const int64_t blocks = a.k_rows ? count_blocks(a, BN, true) * a.G : 0;
   auto* memory = static_cast<int64_t*>(
-      scratch(Scratch::attention_tables, static_cast<size_t>(2 * (a.B + 1)) * sizeof(int64_t)));
+      scratch(Scratch::attention_tables,
+              static_cast<size_t>(3 * (a.B + 1) + (blocks + 1) / 2) * sizeof(int64_t)));
   const BlockTable q_table(a, a.task_rows, false, memory);
   const BlockTable k_table(a, BN, true, memory + a.B + 1);
-  if (a.k_rows) copy_keys<A>(a, k_table);
+  const BlockTable pieces(a, kCopyKeys, true, memory + 2 * (a.B + 1));
+  a.copied = reinterpret_cast<int32_t*>(memory + 3 * (a.B + 1));
+  memset(a.copied, 0, static_cast<size_t>(blocks) * sizeof(int32_t));
+  const int64_t copies = a.k_rows ? pieces.total() * a.G : 0;
   const size_t bytes = ForwardTile<A>::size(a) * sizeof(A);
-  parallel_dynamic(q_table.total() * a.H, [&](int64_t task) {
-    const auto [b, h, block] = q_table.place(task, a.H);
+  parallel_dynamic(copies + q_table.total() * a.H, [&](int64_t task) {
+    if (task < copies) return copy_keys<A>(a, pieces, k_table, task);
+    const auto [b, h, block] = q_table.place(task - copies, a.H);
     // The last block of queries first: under a causal mask it has the most work.
     const int64_t first = (q_table.count(b) - 1 - block) * a.task_rows;
     const int64_t rows = min_of(a.task_rows, sequence_of(a, b).band.Tq - first);
     ForwardTask<A, TERMS> t(a, b, h, first, rows, scratch(Scratch::attention_task, bytes));
-    t.run(&k_table, b, false);
+    t.run(&k_table, false);
     t.store();
   });
   if (a.cu_q) clear_outside(a);
@@ -355,7 +387,7 @@ void row_sums(const FlashAttentionArgs& args, int64_t b, int64_t h, int64_t i0, 
   a.k_rows = nullptr, a.task_rows = round_up(rows, NR<A>);
   const size_t bytes = ForwardTile<A>::size(a) * sizeof(A);
   ForwardTask<A, TERMS> t(a, b, h, i0, rows, scratch(Scratch::attention_task, bytes));
-  t.run(nullptr, b, true);
+  t.run(nullptr, true);
   for (int64_t r = 0; r < rows; ++r) max[r] = t.t.m[r], log_sum[r] = log_base(t.t.l[r]);
 }
 

@@ -39,6 +39,17 @@ bool load_rows(A* dst, int64_t ld, const Strided& x, const void* from, int64_t r
   return finite;
 }
 
+template<class A>
+bool all_finite(const A* x, int64_t n) {
+  vec<A> odd{};  // becomes NaN at the first inf or NaN: x - x
+  for_lanes<A>(n, [&](int64_t i, auto k) {
+    const vec<A> y = vload<A>(x + i, k);
+    odd += y - y;
+  });
+  const A sum = hsum<A>(odd);
+  return sum == sum;
+}
+
 // Rows of a tile rounded to rows of `dtype` from element `first` of `base` on, `stride` apart.
 template<class A>
 void store_rows(void* base, DType dtype, int64_t first, int64_t stride, const A* src, int64_t ld,

@@ -338,7 +338,10 @@ def resolve(
         ValueError: an unknown backend name.
     """
     # index: under torch.compile with dynamic shapes a size that a limit may depend on becomes a constant.
-    plain = tuple((name, operator.index(value)) for name, value in sizes.items())
+    if torch.compiler.is_compiling():
+        plain = tuple((name, operator.index(value)) for name, value in sizes.items())
+    else:  # the same in half the time
+        plain = tuple(zip(sizes, map(operator.index, sizes.values())))
     return _resolve(op, backend, _override, device, dtype, plain)
 
 

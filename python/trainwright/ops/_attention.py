@@ -224,6 +224,9 @@ def seed_tensor(seed: int | None, device: torch.device) -> Tensor:
     return torch.tensor(wrapped, dtype=torch.int64, device=device)
 
 
+_TERMS = ("softcap", "dropout_p", "alibi_slopes", "bias", "sinks")
+
+
 def attention(
     op: str, backend: str | None, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: tuple[Tensor, Tensor] | None = None,
     max_seqlen: tuple[int, int], alibi_slopes: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
@@ -231,12 +234,12 @@ def attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of arguments that have been checked, on the backend that `dispatch` chooses for `op`."""
     sizes = {"D": q.shape[-1], "Dv": v.shape[-1]}
-    for option, value in (
-        ("varlen", cu_seqlens), ("softcap", softcap), ("alibi_slopes", alibi_slopes), ("bias", bias), ("sinks", sinks),
-        ("dropout_p", dropout_p or None),
-    ):  # fmt: skip
-        if value is not None:
-            sizes[option] = 1
+    if cu_seqlens is not None:
+        sizes["varlen"] = 1
+    terms = alibi_slopes, bias, sinks
+    if softcap or dropout_p or not (alibi_slopes is bias is sinks is None):
+        used = zip(_TERMS, (softcap, dropout_p or None, *terms))
+        sizes |= {option: 1 for option, value in used if value is not None}
     chosen = dispatch.resolve(op, backend, q.device, q.dtype, **sizes)
     cu_q, cu_k = cu_seqlens or (None, None)
     if alibi_slopes is not None:
@@ -256,7 +259,10 @@ def attention(
     result: tuple[Tensor, Tensor]
     if not compiling and transforms_active():
         function: Any = TransformedAttention
-    elif compiling or _wants_gradients(q, k, v, alibi_slopes, bias, sinks):
+    elif compiling or (
+        torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad or _any_wants(terms))
+    ):
         function = Attention
     else:  # an autograd function costs as much as a short call
         result = FORWARD[chosen](q, k, v, cu_q, cu_k, alibi_slopes, bias, sinks, drawn, *numbers)
@@ -265,5 +271,5 @@ def attention(
     return result
 
 
-def _wants_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def _any_wants(tensors: Sequence[Tensor | None]) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,45 +17,41 @@ from trainwright.errors import (
     value_error,
 )
 
+Shape = Sequence[int]
 
-def checked_qkv(
-    op: str, q: Tensor, k: Tensor, v: Tensor, *, packed: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, which fit each other; under autocast in its dtype (fp64 stays)."""
+
+def checked_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v: dense tensors of one dtype and device; under autocast in its dtype (fp64 stays)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(op, name, x)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    device = q.device
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    of_q, of_k, of_v = q.shape, k.shape, v.shape
-    same = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
-    if same and len(of_q) == len(of_k) == len(of_v) == (3 if packed else 4):
-        (*_, H, D), G = of_q, of_k[-2]
-        grouped = H % G == 0 if G else H == 0
-        fit = of_k[:-1] == of_v[:-1] and of_k[-1] == D and (packed or of_k[0] == of_q[0])
-        if fit and grouped and D and of_v[-1]:
-            return q, k, v
-    raise _misfit(op, q, k, v, packed)
-
-
-def _misfit(op: str, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> Exception:
-    """What is wrong with q, k and v, the first thing first."""
-    layout = "(tokens, heads, head dim)" if packed else "(B, T, heads, head dim)"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != (3 if packed else 4):
-            return value_error(op, name, f"shape {layout}", tuple(x.shape))
-    try:
+    if not (q.dtype == k.dtype == v.dtype and k.device == device == v.device):
         for name, x in (("k", k), ("v", v)):
-            check_tensor(op, name, x, dtypes=(q.dtype,), device=q.device)
-        batch = () if packed else (q.shape[0],)
-        check_tensor(op, "k", k, shape=(*batch, None, None, q.shape[-1]))
-        check_tensor(op, "v", v, shape=(*batch, k.shape[-3], k.shape[-2], None))
-    except (TypeError, ValueError) as error:
-        return error
-    H, G, D = q.shape[-2], k.shape[-2], q.shape[-1]
-    if D == 0 or v.shape[-1] == 0:
-        return value_error(op, "q" if D == 0 else "v", "a head dim of at least 1", 0)
-    return value_error(op, "k", f"a number of heads that divides q's {H}", G)
+            check_tensor(op, name, x, dtypes=(q.dtype,), device=device)
+    return q, k, v
+
+
+def _check_shapes(op: str, q: Shape, k: Shape, v: Shape, packed: bool) -> None:
+    def check(name: str, shape: Shape, wanted: Sequence[int | None]) -> None:
+        if any(want is not None and want != have for want, have in zip(wanted, shape)):
+            text = ", ".join("any" if s is None else str(s) for s in wanted)
+            raise value_error(op, name, f"shape ({text})", tuple(shape))
+
+    layout = "(tokens, heads, head dim)" if packed else "(B, T, heads, head dim)"
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if len(shape) != (3 if packed else 4):
+            raise value_error(op, name, f"shape {layout}", tuple(shape))
+    batch = () if packed else (q[0],)
+    check("k", k, (*batch, None, None, q[-1]))
+    check("v", v, (*batch, k[-3], k[-2], None))
+    H, G, D = q[-2], k[-2], q[-1]
+    if D == 0 or v[-1] == 0:
+        raise value_error(op, "q" if D == 0 else "v", "a head dim of at least 1", 0)
+    if (G == 0 and H != 0) or (G != 0 and H % G != 0):
+        raise value_error(op, "k", f"a number of heads that divides q's {H}", G)
 
 
 def check_window(op: str, window: Any) -> tuple[int, int]:
@@ -69,19 +67,17 @@ def check_window(op: str, window: Any) -> tuple[int, int]:
     return int(window[0]), int(window[1])
 
 
-def check_options(
-    op: str, q: Tensor, batch: int, *, causal: Any, causal_align: Any, scale: Any, window: Any, softcap: Any,
-    alibi_slopes: Any, sinks: Any, dropout_p: Any, seed: Any, return_lse: Any, deterministic: Any,
+def _check_plain(
+    op: str, q: Shape, k: Shape, v: Shape, causal: Any, causal_align: Any, scale: Any, window: Any, softcap: Any,
+    dropout_p: Any, return_lse: Any, deterministic: Any,
 ) -> tuple[float, tuple[int, int]]:  # fmt: skip
-    """Raise unless the options that both functions have are right. The scale, and the keys seen to the left and to the
-    right of the position."""
+    _check_shapes(op, q, k, v, packed=op == "flash_attention_varlen")
     check_bool(op, "return_lse", return_lse)
     check_bool(op, "causal", causal)
     if causal_align not in ("bottom-right", "top-left"):
         raise value_error(op, "causal_align", "'bottom-right' or 'top-left'", repr(causal_align))
-    H, D = q.shape[-2:]
     if scale is None:
-        scale = D**-0.5
+        scale = q[-1] ** -0.5
     check_number(op, "scale", scale)
     left, right = check_window(op, window)
     if softcap is not None:
@@ -91,6 +87,32 @@ def check_options(
     check_number(op, "dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise value_error(op, "dropout_p", "a probability in [0, 1]", dropout_p)
+    if deterministic is not None:
+        check_bool(op, "deterministic", deterministic)
+    return float(scale), (left, 0 if causal else right)
+
+
+_remembered = functools.lru_cache(maxsize=4096, typed=True)(_check_plain)
+
+
+def check_plain(*arguments: Any) -> tuple[float, tuple[int, int]]:
+    """Raise unless the shapes of q, k and v fit and the options that are no tensors are right. The scale, and the keys
+    seen to the left and to the right of the position. A short call is not much longer than these checks, so what has
+    passed is remembered (but windows: (1, 0) and (1.0, 0) are one key)."""
+    *_, window, _, _, _, _ = arguments
+    if torch.compiler.is_compiling() or window is not None:
+        return _check_plain(*arguments)
+    try:
+        return _remembered(*arguments)
+    except TypeError:  # that of a check, or something that has no hash
+        return _check_plain(*arguments)
+
+
+def check_terms(
+    op: str, q: Tensor, k: Tensor, batch: int, alibi_slopes: Any, bias: Any, sinks: Any, seed: Any
+) -> None:
+    """Raise unless the options that are tensors, and the seed, are right."""
+    H = q.shape[-2]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise type_error(op, "seed", "None or an int", type(seed).__name__)
     if alibi_slopes is not None:
@@ -100,14 +122,11 @@ def check_options(
             raise value_error(op, "alibi_slopes", expected, tuple(alibi_slopes.shape))
     if sinks is not None:
         check_tensor(op, "sinks", sinks, shape=(H,), device=q.device)
-    if deterministic is not None:
-        check_bool(op, "deterministic", deterministic)
-    return float(scale), (left, 0 if causal else right)
+    if bias is not None:
+        _check_bias(op, q, k, bias)
 
 
-def check_bias(op: str, q: Tensor, k: Tensor, bias: Any) -> None:
-    if bias is None:
-        return
+def _check_bias(op: str, q: Tensor, k: Tensor, bias: Any) -> None:
     check_tensor(op, "bias", bias, device=q.device)
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     tail = full[4 - min(bias.dim(), 4) :]

@@ -15,7 +15,7 @@ from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES
 from trainwright.ops import _library
 from trainwright.ops._attention import attention
-from trainwright.ops._attention_checks import check_bias, check_options, checked_qkv
+from trainwright.ops._attention_checks import check_plain, check_terms, checked_qkv
 
 __all__ = ["flash_attention"]
 
@@ -94,12 +94,11 @@ def flash_attention(
     """
     op = "flash_attention"
     q, k, v = checked_qkv(op, q, k, v)
-    scale, sides = check_options(
-        op, q, q.shape[0], causal=causal, causal_align=causal_align, scale=scale, window=window, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
-        deterministic=deterministic,
+    scale, sides = check_plain(
+        op, q.shape, k.shape, v.shape, causal, causal_align, scale, window, softcap, dropout_p, return_lse,
+        deterministic,
     )  # fmt: skip
-    check_bias(op, q, k, bias)
+    check_terms(op, q, k, q.shape[0], alibi_slopes, bias, sinks, seed)
     out, lse = attention(
         op, backend, q, k, v, max_seqlen=(q.shape[1], k.shape[1]), alibi_slopes=alibi_slopes, bias=bias, sinks=sinks,
         scale=scale, window=sides, top_left=causal_align == "top-left", softcap=softcap, dropout_p=dropout_p, seed=seed,

@@ -13,7 +13,7 @@ from trainwright import dispatch
 from trainwright.errors import check_bool, check_int, check_tensor, value_error
 from trainwright.ops import _library
 from trainwright.ops._attention import attention
-from trainwright.ops._attention_checks import check_options, checked_qkv
+from trainwright.ops._attention_checks import check_plain, check_terms, checked_qkv
 from trainwright.ops.flash_attention import CANDIDATES
 
 __all__ = ["flash_attention_varlen"]
@@ -136,15 +136,15 @@ def flash_attention_varlen(
     >>> tw.flash_attention_varlen(x, x, x, starts, starts, causal=True).shape
     torch.Size([5, 1, 4])
     """
-    q, k, v = checked_qkv(OP, q, k, v, packed=True)
+    q, k, v = checked_qkv(OP, q, k, v)
+    scale, sides = check_plain(
+        OP, q.shape, k.shape, v.shape, causal, causal_align, scale, window, softcap, dropout_p, return_lse,
+        deterministic,
+    )  # fmt: skip
     check_bool(OP, "check", check)
     check_tensor(OP, "cu_seqlens_q", cu_seqlens_q, dtypes=(torch.int32, torch.int64), shape=(None,))
     S = cu_seqlens_q.shape[0] - 1
-    scale, sides = check_options(
-        OP, q, S, causal=causal, causal_align=causal_align, scale=scale, window=window, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
-        deterministic=deterministic,
-    )  # fmt: skip
+    check_terms(OP, q, k, S, alibi_slopes, None, sinks, seed)
     if isinstance(cu_seqlens_k, Tensor) and cu_seqlens_k.shape != cu_seqlens_q.shape:
         expected = f"shape ({S + 1},), as cu_seqlens_q"
         raise value_error(OP, "cu_seqlens_k", expected, tuple(cu_seqlens_k.shape))
