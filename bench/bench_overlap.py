@@ -3,8 +3,8 @@ wire, against torch DDP, on bench/netlab.sh.
 
 The link is set so that an all-reduce of the gradients takes a quarter, half, one or two times as long as the
 computation. The hosts' network is this machine's own cores: moving a byte costs them the same at any rate, so the fewer
-rows a rank computes per gradient byte, the more of the computation that work displaces. 1024 rows show it, at 4096 it is
-small. Root only.
+rows a rank computes per gradient byte, the more of the computation that work displaces. 1024 rows show it, at 4096 it
+is small. Root only.
 """
 
 import json

@@ -16,6 +16,7 @@ import pytest
 import torch
 from numerics import parallel_close
 from safetensors.torch import load_file
+from trainwright.parallel.buckets import StepStats
 from trainwright.train import metrics
 from trainwright.train.config import Config, RunError, parse
 from trainwright.train.loop import learning_rate, run
@@ -368,7 +369,11 @@ def test_learning_rate_schedule():
 
 def test_meter_averages_over_its_window():
     meter = metrics.Meter(flops_per_token=10.0, peak_flops=1000.0, window=2)
-    meter.update(1.0, 5, 4.0)
-    meter.update(2.0, 100, 2.0)
-    shown = meter.update(2.0, 60, 6.0)
+    meter.update(1.0, 5, StepStats(0, exposed_ms=4.0, busy_ms=4.0), [1.0])
+    meter.update(2.0, 100, StepStats(1, exposed_ms=2.0, busy_ms=1.0, sent_bytes=10), [1.0, 3.0])
+    shown = meter.update(
+        2.0, 60, StepStats(2, exposed_ms=6.0, busy_ms=9.0, sent_bytes=20), [2.0, 2.0]
+    )
     assert shown["tokens_per_s"] == 40.0 and shown["mfu"] == 0.4 and shown["exposed_comm_ms"] == 4.0
+    assert (shown["comm_busy_ms"], shown["comm_overlap"]) == (5.0, pytest.approx(0.2))
+    assert (shown["comm_bytes"], shown["imbalance"]) == (15.0, 0.25)

@@ -375,8 +375,7 @@ def train(trainer: Trainer, folder: Path, first: int, peak: float, stop: StopSig
             record = {
                 "step": done, "tokens": trainer.tokens, "loss": loss, "lr": learning_rate(step, config),
                 "grad_norm": None if norm is None else float(norm),
-                **meter.update(seconds, int(count), link.exposed_ms),
-                **metrics.communication(link, [row[-1] for row in every]),
+                **meter.update(seconds, int(count), link, [row[-1] for row in every]),
                 "state_bytes": trainer.state_bytes,
             }  # fmt: skip
             if log is not None:

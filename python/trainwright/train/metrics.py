@@ -130,37 +130,41 @@ def plot_loss(records: list[dict[str, Any]], path: Path, title: str, note: str) 
     os.replace(temporary, path)
 
 
-def communication(link: StepStats, compute_ms: Sequence[float]) -> dict[str, float]:
-    """What a step's communication cost this rank, and how unequal the ranks' own work was.
-
-    `imbalance` is the slowest rank's time without the waiting, over the mean of all ranks, minus 1.
-    """
-    mean = sum(compute_ms) / len(compute_ms)
-    return {
-        "comm_busy_ms": link.busy_ms,
-        "comm_bytes": link.sent_bytes,
-        "comm_overlap": link.overlap,
-        "imbalance": max(compute_ms) / mean - 1.0 if mean > 0 else 0.0,
-    }
-
-
 def mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
 class Meter:
-    """Averages over the steps since the last report."""
+    """Averages over the last `window` steps."""
 
     def __init__(self, flops_per_token: float, peak_flops: float, window: int) -> None:
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
-        self.recent: collections.deque[tuple[float, int, float]] = collections.deque(maxlen=window)
+        self.recent: collections.deque[tuple[float, ...]] = collections.deque(maxlen=window)
 
-    def update(self, seconds: float, tokens: int, exposed_comm_ms: float) -> dict[str, float]:
-        self.recent.append((seconds, tokens, exposed_comm_ms))
-        rate = sum(t for _, t, _ in self.recent) / sum(s for s, _, _ in self.recent)
+    def update(
+        self, seconds: float, tokens: int, link: StepStats, compute_ms: Sequence[float]
+    ) -> dict[str, float]:
+        """What one more step makes of the averages.
+
+        Args:
+            seconds, tokens: of the step, over all ranks.
+            link: what its communication cost this rank.
+            compute_ms: each rank's time without the waiting; `imbalance` is the slowest over their mean, minus 1.
+        """
+        mean = sum(compute_ms) / len(compute_ms)
+        imbalance = max(compute_ms) / mean - 1.0 if mean > 0 else 0.0
+        self.recent.append(
+            (seconds, tokens, link.exposed_ms, link.busy_ms, link.sent_bytes, imbalance)
+        )
+        time, count, exposed, busy, sent, unequal = (sum(column) for column in zip(*self.recent))
+        rate, steps = count / time, len(self.recent)
         return {
             "step_ms": 1e3 * seconds,
             "tokens_per_s": rate,
             "mfu": rate * self.flops_per_token / self.peak_flops,
-            "exposed_comm_ms": sum(c for _, _, c in self.recent) / len(self.recent),
+            "exposed_comm_ms": exposed / steps,
+            "comm_busy_ms": busy / steps,
+            "comm_overlap": max(0.0, 1.0 - exposed / busy) if busy else 1.0,
+            "comm_bytes": sent / steps,
+            "imbalance": unequal / steps,
         }
