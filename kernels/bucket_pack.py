@@ -29,15 +29,34 @@ def _store_stats(partial_ptr, program, y, mask):
 
 
 @triton.jit
+def _pointer(at, T: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a table, of elements T."""
+    p = tl.load(at).to(tl.pointer_type(T))
+    if ALIGNED:
+        p = tl.multiple_of(p, 4 * T.primitive_bitwidth // 8)
+    return p
+
+
+@triton.jit
+def _number(at, ALIGNED: tl.constexpr):
+    """A count of elements in a table."""
+    n = tl.load(at)
+    if ALIGNED:
+        n = tl.multiple_of(n, 4)
+    return n
+
+
+@triton.jit
 def _bucket_pack_kernel(
     table_ptr, blocks_ptr, flat_ptr, partial_ptr, scale_ptr,
-    T: tl.constexpr, ACC: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr,
+    T: tl.constexpr, ACC: tl.constexpr, ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     row = table_ptr + 4 * tl.load(blocks_ptr + 2 * program)
-    grad_ptr = tl.load(row).to(tl.pointer_type(T))
-    n, slot, length = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    i = tl.load(blocks_ptr + 2 * program + 1) + tl.arange(0, BLOCK)
+    grad_ptr = _pointer(row, T, ALIGNED)
+    n, slot = _number(row + 1, ALIGNED), _number(row + 2, ALIGNED)
+    length = _number(row + 3, ALIGNED)
+    i = tl.multiple_of(tl.load(blocks_ptr + 2 * program + 1), BLOCK) + tl.arange(0, BLOCK)
     mask = i < n
     x = tl.load(grad_ptr + i, mask=mask, other=0.0).to(ACC) * tl.load(scale_ptr).to(ACC)
     out = flat_ptr + slot + i
@@ -50,13 +69,14 @@ def _bucket_pack_kernel(
 
 @triton.jit
 def _bucket_unpack_kernel(
-    table_ptr, blocks_ptr, flat_ptr, scale_ptr, T: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr
+    table_ptr, blocks_ptr, flat_ptr, scale_ptr,
+    T: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     row = table_ptr + 3 * tl.load(blocks_ptr + 2 * program)
-    out_ptr = tl.load(row).to(tl.pointer_type(T))
-    n, slot = tl.load(row + 1), tl.load(row + 2)
-    i = tl.load(blocks_ptr + 2 * program + 1) + tl.arange(0, BLOCK)
+    out_ptr = _pointer(row, T, ALIGNED)
+    n, slot = _number(row + 1, ALIGNED), _number(row + 2, ALIGNED)
+    i = tl.multiple_of(tl.load(blocks_ptr + 2 * program + 1), BLOCK) + tl.arange(0, BLOCK)
     mask = i < n
     x = tl.load(flat_ptr + slot + i, mask=mask, other=0.0).to(ACC) * tl.load(scale_ptr).to(ACC)
     tl.store(out_ptr + i, cast(x, T), mask=mask)
@@ -64,19 +84,25 @@ def _bucket_unpack_kernel(
 
 @triton.jit
 def _ordered_sum_kernel(
-    table_ptr, out_ptr, partial_ptr, scale_ptr, W, n, T: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr
+    table_ptr, out_ptr, partial_ptr, scale_ptr, W, n,
+    T: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     i = program * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
-    total = tl.load(tl.load(table_ptr).to(tl.pointer_type(T)) + i, mask=mask, other=0.0).to(ACC)
+    total = tl.load(_pointer(table_ptr, T, ALIGNED) + i, mask=mask, other=0.0).to(ACC)
     for w in range(1, W):
-        total += tl.load(
-            tl.load(table_ptr + w).to(tl.pointer_type(T)) + i, mask=mask, other=0.0
-        ).to(ACC)
+        total += tl.load(_pointer(table_ptr + w, T, ALIGNED) + i, mask=mask, other=0.0).to(ACC)
     y = cast(total * tl.load(scale_ptr).to(ACC), out_ptr.dtype.element_ty)
     tl.store(out_ptr + i, y, mask=mask)
     _store_stats(partial_ptr, program, y, mask)
+
+
+def _aligned(rows):
+    """Whether addresses (the first column) are multiples of 16 bytes, and counts of 4 elements: then each thread reads
+    and writes four at a time, and a warp whole sectors in any mix of dtypes; else one element at a time.
+    """
+    return all(row[0] % 16 == 0 and not any(n % 4 for n in row[1:]) for row in rows)
 
 
 def _scale(scale, scale_tensor, like):
@@ -110,7 +136,8 @@ def bucket_pack_(flat, grads, offsets, scale, scale_tensor, accumulate):
         partial = flat.new_empty((len(blocks), 2), dtype=torch.float64)
         _bucket_pack_kernel[(len(blocks),)](
             number_table(rows, flat.device), blocks, flat, partial, factor,
-            T=TL_DTYPES[dtype], ACC=acc_type(dtype, flat.dtype), ACCUMULATE=accumulate, BLOCK=BLOCK, num_warps=8,
+            T=TL_DTYPES[dtype], ACC=acc_type(dtype, flat.dtype), ACCUMULATE=accumulate,
+            ALIGNED=_aligned(rows), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         partials.append(partial)
     return _stats(partials, flat)
@@ -129,7 +156,7 @@ def bucket_unpack_(flat, outs, offsets, scale, scale_tensor):
             continue
         _bucket_unpack_kernel[(len(blocks),)](
             number_table(rows, flat.device), blocks, flat, factor,
-            T=TL_DTYPES[dtype], ACC=acc_type(dtype, flat.dtype), BLOCK=BLOCK, num_warps=8,
+            T=TL_DTYPES[dtype], ACC=acc_type(dtype, flat.dtype), ALIGNED=_aligned(rows), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         for i, o in zip(members, dense):
             if o is not outs[i]:
@@ -142,9 +169,10 @@ def ordered_sum_(out, chunks, scale, scale_tensor):
     partial = out.new_empty((programs, 2), dtype=torch.float64)
     if n:
         rows = (tuple(c.data_ptr() for c in chunks),)
+        aligned = all(address % 16 == 0 for address in rows[0])
         _ordered_sum_kernel[(programs,)](
             number_table(rows, out.device), out, partial, _scale(scale, scale_tensor, out), len(chunks), n,
-            T=TL_DTYPES[chunks[0].dtype], ACC=acc_type(chunks[0].dtype), BLOCK=BLOCK, num_warps=8,
+            T=TL_DTYPES[chunks[0].dtype], ACC=acc_type(chunks[0].dtype), ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return _stats([partial] if n else [], out)
 
@@ -153,21 +181,21 @@ AOT = [
     (
         _bucket_pack_kernel,
         {"table_ptr": "*i64", "blocks_ptr": "*i64", "flat_ptr": "*fp32", "partial_ptr": "*fp64", "scale_ptr": "*fp64"},
-        {"T": tl.bfloat16, "ACC": tl.float32, "ACCUMULATE": True, "BLOCK": BLOCK},
+        {"T": tl.bfloat16, "ACC": tl.float32, "ACCUMULATE": True, "ALIGNED": True, "BLOCK": BLOCK},
         8,
         [],
     ),
     (
         _bucket_unpack_kernel,
         {"table_ptr": "*i64", "blocks_ptr": "*i64", "flat_ptr": "*fp32", "scale_ptr": "*fp64"},
-        {"T": tl.bfloat16, "ACC": tl.float32, "BLOCK": BLOCK},
+        {"T": tl.bfloat16, "ACC": tl.float32, "ALIGNED": True, "BLOCK": BLOCK},
         8,
         [],
     ),
     (
         _ordered_sum_kernel,
         {"table_ptr": "*i64", "out_ptr": "*fp32", "partial_ptr": "*fp64", "scale_ptr": "*fp64", "W": "i32", "n": "i64"},
-        {"T": tl.bfloat16, "ACC": tl.float32, "BLOCK": BLOCK},
+        {"T": tl.bfloat16, "ACC": tl.float32, "ALIGNED": True, "BLOCK": BLOCK},
         8,
         [],
     ),

@@ -1,4 +1,4 @@
-"""Compiled Triton optimizers on the virtual GPU: what they move per parameter, and how many launches they need.
+"""Compiled Triton optimizers and bucket ops on the virtual GPU: what they move, and how many launches they need.
 
 test_triton.py runs this file in a process of its own, since it needs Triton's compiler (TRITON_INTERPRET=0).
 """
@@ -10,6 +10,7 @@ import torch
 from numerics import same_bits, vgpu_close
 from optim.op_cases import Format, make
 from trainwright import vgpu
+from trainwright.ops.bucket_pack import PACK_OPS, SUM_OPS, UNPACK_OPS
 
 ARCH = os.environ.get("VGPU_ARCH", "sm_90a")
 N = 1 << 18  # chunks of programs that do as much as those of a large tensor
@@ -101,3 +102,38 @@ def test_one_launch_for_all_tensors_and_groups(name, monkeypatch):
             assert vgpu_close("lamb of many", ours, reference)
         else:
             assert same_bits(ours, reference)
+
+
+class Call:
+    """What `counters` runs."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+    def run(self, backend):
+        self.function["triton"](*self.arguments)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("op", ["pack", "add", "unpack", "sum"])
+def test_bucket_ops_move_their_data_once(op, dtype, monkeypatch):
+    """One read and one write of a bucket, one read more when adding; W reads and one write of a sum in rank order.
+
+    Beside them a program reads a few numbers of its table, a sector each.
+    """
+    n, size = 1 << 17, dtype.itemsize
+    grads = [at_a_sector(torch.randn(n).to(dtype)) for _ in range(2)]
+    flat, slots = at_a_sector(torch.zeros(2 * n)), [0, n, 2 * n]
+    call, ideal = {
+        "pack": (Call(PACK_OPS, flat, grads, slots, 0.5, None, False), 2 * n * (size + 4)),
+        "add": (Call(PACK_OPS, flat, grads, slots, 0.5, None, True), 2 * n * (size + 8)),
+        "unpack": (Call(UNPACK_OPS, flat, grads, slots[:2], 0.5, None), 2 * n * (size + 4)),
+        "sum": (Call(SUM_OPS, flat[:n], grads, 0.5, None), n * (2 * size + 4)),
+    }[op]
+    kernels = counters(call, monkeypatch, check=False)
+    total = sum(k.global_bytes for k in kernels)
+    sectors = sum(k.global_sectors for k in kernels)
+    print(f"{op} {dtype}: {total / ideal:.4f} of ideal, sectors {total / (32 * sectors):.4f}")
+    assert 0.999 <= total / ideal <= 1.02
+    assert total / (32 * sectors) >= 0.94
+    assert sum(k.local_bytes for k in kernels) == 0
