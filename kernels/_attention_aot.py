@@ -3,6 +3,7 @@
 from trainwright.kernels import _attention_tiles as options
 from trainwright.kernels._attention_bias import _flash_attention_dbias_kernel
 from trainwright.kernels._attention_configs import FIX, look_up
+from trainwright.kernels._attention_descriptors import STREAMED, USED_BY
 from trainwright.kernels._attention_dkv import _flash_attention_dkv_kernel
 from trainwright.kernels._attention_dq import _flash_attention_dq_kernel
 from trainwright.kernels._attention_forward import _flash_attention_fwd_kernel
@@ -47,18 +48,24 @@ def _row(kind, D, archs, more=(), fix=False, patterns=TENSOR_CORES, **changed):
     )
     types |= {n: "i32" for n in integers}
     constants = {n: None for n, option in OPTION_OF.items() if option not in more}
+    tma = kind in USED_BY and not fix and "BIAS" not in more and min(archs) >= USED_BY[kind][0]
+    patterns = [*patterns, *(["90:bulk.tensor", "100:bulk.tensor"] if tma else [])]
+    sizes = {"BM": BM, "BN": BN, "BD": D, "BDV": D}
+    for number, (_, _, rows, columns) in enumerate(STREAMED.get(kind, ())):
+        box = f"bf16[1,1,{sizes[rows]},{sizes[columns]}]"
+        (types if tma else constants)[f"desc{number}"] = f"tensordesc<{box}>" if tma else None
     types = {n: t for n, t in types.items() if n in kernel.arg_names and n not in constants}
     for x in ("q", "k", "v", "do"):
         constants |= {f"{x}_batch": TOKENS * HEADS * D, f"{x}_row": HEADS * D, f"{x}_head": D}
     constants |= {"alibi_batch": 0, "alibi_head": 1, "bias_batch": 0, "bias_head": 0}
     constants |= {"bias_i": TOKENS, "bias_j": 1, "D": D, "Dv": D, "group": 1, "G": HEADS}
     constants |= {
-        "O": O, "BM": BM, "BN": BN, "BD": D, "BDV": D, "EVEN_D": True, "EVEN_DV": True, "PRECISION": "ieee",
+        "O": O, **sizes, "TMA": tma, "EVEN_D": True, "EVEN_DV": True, "PRECISION": "ieee",
         "STAGES": stages, "FIX": fix, "NEED_DK": True, "NEED_DV": True, "NEED_DQ": True, "NEED_DALIBI": "ALIBI" in more,
         "SUM_I": False, "SUM_J": False, **({**FIX[kind], "STAGES": 1} if fix else {}), **changed,
     }  # fmt: skip
     constants = {n: c for n, c in constants.items() if n in kernel.arg_names}
-    return kernel, types, constants, warps, list(patterns), {"archs": archs}
+    return kernel, types, constants, warps, patterns, {"archs": archs}
 
 
 EVERY = ("SOFTCAP", "ALIBI", "BIAS", "SINKS", "DROPOUT")

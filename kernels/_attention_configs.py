@@ -81,13 +81,13 @@ def _interpreting():
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _architecture():
-    arch = 80 if _interpreting() else int(triton.runtime.driver.active.get_current_target().arch)
-    return arch if arch < 120 else 80
+def architecture():
+    return 80 if _interpreting() else int(triton.runtime.driver.active.get_current_target().arch)
 
 
 def look_up(kernel, arch, bits, D, causal):
-    """The most special row: options, then the architecture, then the mask."""
+    """The most special row: options, then the architecture, then the mask. sm_120 has the shared memory of sm_86."""
+    arch = arch if arch < 120 else 80
     for name in (kernel, kernel.rstrip("+")):
         for first in (100, 90, 80):
             for key in ((name, first, bits, D, causal), (name, first, bits, D)):
@@ -103,7 +103,7 @@ def tile_of(kernel, call):
         kernel += "+"
     BD, BDV = padded(D), padded(Dv)
     bits = 8 * dtype.itemsize
-    BM, BN, warps, stages = look_up(kernel, _architecture(), bits, max(64, BD, BDV), call["causal"])
+    BM, BN, warps, stages = look_up(kernel, architecture(), bits, max(64, BD, BDV), call["causal"])
     upcast = dtype == torch.bfloat16 and _interpreting()
     return {
         "BM": BM, "BN": BN, "BD": BD, "BDV": BDV, "EVEN_D": BD == D, "EVEN_DV": Dv == BDV,

@@ -24,41 +24,47 @@ from trainwright.kernels._attention_tiles import (
     SINKS,
     VARLEN,
     band_of,
+    block_start,
+    blocks_in,
     clean,
     dot,
     load,
+    load_block,
     locate,
     not_finite,
     odd_row,
+    place_of,
     product,
     query_ranges,
     sequence,
-    steps_in,
+    span_of,
     store,
 )
 
 
 @triton.jit
 def _dkv_range(
-    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, norm_ptr, keys, n0, first, split, second, last, q_row, do_row, D,
-    Dv, Tq, sink, terms, band, dropout, MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+    dk, dv, k, v, q_ptr, dout_ptr, q_desc, do_desc, place, lse_ptr, delta_ptr, norm_ptr, keys, n0, span, q_row, do_row,
+    D, Dv, Tq, sink, terms, band, dropout, MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
     FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     d, e = tl.arange(0, BD), tl.arange(0, BDV)
     _seed, _threshold, rescale, _b, _h = dropout
-    n, steps = steps_in(first, split, second, last, BM)
+    n, steps = blocks_in(span, BM)
     for step in tl.range(0, steps, num_stages=STAGES):
-        start = step * BM + tl.where(step < n, first, second - n * BM)
+        start = block_start(step, n, span, BM)
         rows = start + tl.arange(0, BM)
-        q = load(q_ptr, rows, q_row, d, Tq, D, MASKED, not EVEN_D)
+        q = load_block(q_ptr, q_desc, place, start, q_row, d, Tq, D, MASKED, EVEN_D, TMA, BM, BD)
         lse, delta, norm, share = row_statistics(lse_ptr, delta_ptr, norm_ptr, rows, Tq, sink, O)
         qk = product(k, tl.trans(q), PRECISION)
         s, t, seen = scores(qk, rows[None, :], keys[:, None], terms, band, MASKED, O)
         if MASKED:
             seen = seen & (rows[None, :] < Tq)
         p = probabilities(s, lse[None, :], norm[None, :], O)
-        dout = load(dout_ptr, rows, do_row, e, Tq, Dv, MASKED, not EVEN_DV)
+        dout = load_block(
+            dout_ptr, do_desc, place, start, do_row, e, Tq, Dv, MASKED, EVEN_DV, TMA, BM, BDV
+        )
         keep = seen
         if DROPOUT & O:
             keep = tl.trans(kept(rows, n0, dropout, BN))
@@ -107,12 +113,13 @@ def _odd_queries(
 
 @triton.jit
 def _flash_attention_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, bad_ptr, cu_q_ptr, cu_k_ptr, alibi_ptr,
-    bias_ptr, sinks_ptr, seed_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, do_batch,
-    do_row, do_head, alibi_batch, alibi_head, bias_batch, bias_head, bias_i, bias_j, H, G, Tq, Tk, total_q, total_k, D,
-    Dv, scale, left, right, softcap, threshold, rescale, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
-    FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, desc0, desc1, lse_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, bad_ptr, cu_q_ptr,
+    cu_k_ptr, alibi_ptr, bias_ptr, sinks_ptr, seed_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row,
+    v_head, do_batch, do_row, do_head, alibi_batch, alibi_head, bias_batch, bias_head, bias_i, bias_j, H, G, Tq, Tk,
+    total_q, total_k, D, Dv, scale, left, right, softcap, threshold, rescale, NEED_DK: tl.constexpr, NEED_DV:
+    tl.constexpr, FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV:
+    tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES:
+    tl.constexpr,
 ):  # fmt: skip
     if FIX:  # noqa: SIM102
         if tl.load(bad_ptr + tl.program_id(0)) == 0:
@@ -136,7 +143,8 @@ def _flash_attention_dkv_kernel(
     if NEED_DK:
         v = load(v_ptr, keys, v_row, e, Tk, Dv, True, not EVEN_DV)
     band = band_of(Tq, Tk, left, right, O)
-    first, inner, outer, last = query_ranges(n0, Tq, Tk, band, FIX, O, BM, BN)
+    ranges = query_ranges(n0, Tq, Tk, band, FIX, O, BM, BN)
+    PARTS: tl.constexpr = 1 if FIX or BIAS & O else 2
     # A gradient that is not wanted takes one element's place, not a tile's.
     dk = tl.zeros((BN, BD) if NEED_DK else (1, 1), dtype=tl.float32)
     dv = tl.zeros((BN, BDV) if NEED_DV else (1, 1), dtype=tl.float32)
@@ -156,21 +164,18 @@ def _flash_attention_dkv_kernel(
             Tq, Tk, O,
         )  # fmt: skip
         dropout = dropout_terms(seed_ptr, threshold, rescale, b, h, O)
-        dk, dv = _dkv_range(
-            dk, dv, k, v, q_h, do_h, lse_ptr + at, delta_ptr + at, norm_h, keys, n0, first, tl.minimum(inner, last),
-            outer, last, q_row, do_row, D, Dv, Tq, sink, terms, band, dropout, True, NEED_DK, NEED_DV, FIX, O, BM, BN,
-            BD, BDV, EVEN_D, EVEN_DV, PRECISION, STAGES,
-        )  # fmt: skip
+        place = place_of(batch, h, first_q)
+        for part in tl.static_range(PARTS):
+            dk, dv = _dkv_range(
+                dk, dv, k, v, q_h, do_h, desc0, desc1, place, lse_ptr + at, delta_ptr + at, norm_h, keys, n0,
+                span_of(ranges, part == 0), q_row, do_row, D, Dv, Tq, sink, terms, band, dropout, part == 0, NEED_DK,
+                NEED_DV, FIX, O, BM, BN, BD, BDV, EVEN_D, EVEN_DV, PRECISION, TMA, STAGES,
+            )  # fmt: skip
         if FIX:
+            first, _inner, _outer, last = ranges
             dk, dv = _odd_queries(
                 dk, dv, k, q_h, do_h, lse_ptr + at, keys, first, last, q_row, do_row, D, Dv, sink, terms, band, dropout,
                 NEED_DK, NEED_DV, O, BD, BDV,
-            )  # fmt: skip
-        if not (FIX or BIAS & O):
-            dk, dv = _dkv_range(
-                dk, dv, k, v, q_h, do_h, lse_ptr + at, delta_ptr + at, norm_h, keys, n0, inner,
-                tl.minimum(outer, last), 0, 0, q_row, do_row, D, Dv, Tq, sink, terms, band, dropout, False, NEED_DK,
-                NEED_DV, FIX, O, BM, BN, BD, BDV, EVEN_D, EVEN_DV, PRECISION, STAGES,
             )  # fmt: skip
     at_k = (batch_k * total_k + first_k) * G + g
     bad = 0

@@ -21,36 +21,40 @@ from trainwright.kernels._attention_tiles import (
     SINKS,
     VARLEN,
     band_of,
+    block_start,
+    blocks_in,
     clean,
     dot,
     key_ranges,
     load,
+    load_block,
     locate,
     not_finite,
     odd_row,
+    place_of,
     product,
     sequence,
-    steps_in,
+    span_of,
     store,
 )
 
 
 @triton.jit
 def _dq_range(
-    dq, da, total, q, dout, stats, k_ptr, v_ptr, rows, first, split, second, last, k_row, v_row, D, Dv, Tq, Tk, terms,
+    dq, da, total, q, dout, stats, k_ptr, v_ptr, k_desc, v_desc, place, rows, span, k_row, v_row, D, Dv, Tq, Tk, terms,
     band, dropout, MASKED: tl.constexpr, NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr, FIX: tl.constexpr,
     O: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, EVEN_D: tl.constexpr,
-    EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     d, e = tl.arange(0, BD), tl.arange(0, BDV)
     lse, delta, norm, share = stats
     _seed, _threshold, rescale, _b, _h = dropout
-    n, steps = steps_in(first, split, second, last, BN)
+    n, steps = blocks_in(span, BN)
     for step in tl.range(0, steps, num_stages=STAGES):
-        start = step * BN + tl.where(step < n, first, second - n * BN)
+        start = block_start(step, n, span, BN)
         keys = start + tl.arange(0, BN)
-        k = load(k_ptr, keys, k_row, d, Tk, D, MASKED, not EVEN_D)
-        v = load(v_ptr, keys, v_row, e, Tk, Dv, MASKED, not EVEN_DV)
+        k = load_block(k_ptr, k_desc, place, start, k_row, d, Tk, D, MASKED, EVEN_D, TMA, BN, BD)
+        v = load_block(v_ptr, v_desc, place, start, v_row, e, Tk, Dv, MASKED, EVEN_DV, TMA, BN, BDV)
         qk = product(q, tl.trans(k), PRECISION)
         s, t, seen = scores(qk, rows[:, None], keys[None, :], terms, band, MASKED, O)
         p = probabilities(s, lse[:, None], norm[:, None], O)
@@ -88,12 +92,12 @@ def _odd_keys(
 
 @triton.jit
 def _flash_attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, norm_ptr, dq_ptr, dalibi_ptr, bad_ptr, cu_q_ptr, cu_k_ptr,
-    alibi_ptr, bias_ptr, sinks_ptr, seed_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    do_batch, do_row, do_head, alibi_batch, alibi_head, bias_batch, bias_head, bias_i, bias_j, H, group, Tq, Tk,
+    q_ptr, k_ptr, v_ptr, desc0, desc1, dout_ptr, lse_ptr, delta_ptr, norm_ptr, dq_ptr, dalibi_ptr, bad_ptr, cu_q_ptr,
+    cu_k_ptr, alibi_ptr, bias_ptr, sinks_ptr, seed_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row,
+    v_head, do_batch, do_row, do_head, alibi_batch, alibi_head, bias_batch, bias_head, bias_i, bias_j, H, group, Tq, Tk,
     total_q, D, Dv, scale, left, right, softcap, threshold, rescale, NEED_DQ: tl.constexpr, NEED_DALIBI: tl.constexpr,
-    FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, EVEN_D:
+    tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     if FIX:  # noqa: SIM102
         if tl.load(bad_ptr + tl.program_id(0)) == 0:
@@ -131,20 +135,17 @@ def _flash_attention_dq_kernel(
         Tk, O,
     )  # fmt: skip
     dropout = dropout_terms(seed_ptr, threshold, rescale, b, h, O)
-    first, inner, outer, last = key_ranges(i0, Tk, band, FIX, O, BM, BN)
+    ranges = key_ranges(i0, Tk, band, FIX, O, BM, BN)
+    place = place_of(batch_k, g, first_k)
     dq = tl.zeros((BM, BD) if NEED_DQ else (1, 1), dtype=tl.float32)
     da = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM,), dtype=tl.float32)
-    dq, da, total = _dq_range(
-        dq, da, total, q, dout, stats, k_ptr, v_ptr, rows, first, tl.minimum(inner, last), outer, last, k_row, v_row, D,
-        Dv, Tq, Tk, terms, band, dropout, True, NEED_DQ, NEED_DALIBI, FIX, O, BN, BD, BDV, EVEN_D, EVEN_DV,
-        PRECISION, STAGES,
-    )  # fmt: skip
-    if not (FIX or BIAS & O):
+    PARTS: tl.constexpr = 1 if FIX or BIAS & O else 2
+    for part in tl.static_range(PARTS):
         dq, da, total = _dq_range(
-            dq, da, total, q, dout, stats, k_ptr, v_ptr, rows, inner, tl.minimum(outer, last), 0, 0, k_row, v_row, D,
-            Dv, Tq, Tk, terms, band, dropout, False, NEED_DQ, NEED_DALIBI, FIX, O, BN, BD, BDV, EVEN_D, EVEN_DV,
-            PRECISION, STAGES,
+            dq, da, total, q, dout, stats, k_ptr, v_ptr, desc0, desc1, place, rows, span_of(ranges, part == 0), k_row,
+            v_row, D, Dv, Tq, Tk, terms, band, dropout, part == 0, NEED_DQ, NEED_DALIBI, FIX, O, BN, BD, BDV, EVEN_D,
+            EVEN_DV, PRECISION, TMA, STAGES,
         )  # fmt: skip
     bad = 0
     if NEED_DALIBI:
@@ -155,6 +156,7 @@ def _flash_attention_dq_kernel(
         dq *= scale
         bad = not_finite(dq)
         if FIX:
+            first, _inner, _outer, last = ranges
             dq = _odd_keys(dq, k_ptr, rows, first, last, k_row, D, terms, band, O, BD)
         dq_ptr += ((batch * total_q + first_q) * H + h) * D
         store(dq_ptr, rows, H * D, d, Tq, D, dq)

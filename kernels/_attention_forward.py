@@ -27,32 +27,36 @@ from trainwright.kernels._attention_tiles import (
     SINKS,
     VARLEN,
     band_of,
+    block_start,
+    blocks_in,
     clean,
     dot,
     key_ranges,
     load,
+    load_block,
     locate,
     not_finite,
     odd_row,
+    place_of,
     product,
     sequence,
-    steps_in,
+    span_of,
     store,
 )
 
 
 @triton.jit
 def _fwd_range(
-    acc, m, l, q, k_ptr, v_ptr, rows, first, split, second, last, k_row, v_row, D, Dv, Tk, terms, band, dropout,
+    acc, m, l, q, k_ptr, v_ptr, k_desc, v_desc, place, rows, span, k_row, v_row, D, Dv, Tk, terms, band, dropout,
     MASKED: tl.constexpr, FIX: tl.constexpr, O: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     d, e = tl.arange(0, BD), tl.arange(0, BDV)
-    n, steps = steps_in(first, split, second, last, BN)
+    n, steps = blocks_in(span, BN)
     for step in tl.range(0, steps, num_stages=STAGES):
-        start = step * BN + tl.where(step < n, first, second - n * BN)
+        start = block_start(step, n, span, BN)
         keys = start + tl.arange(0, BN)
-        k = load(k_ptr, keys, k_row, d, Tk, D, MASKED, not EVEN_D)
+        k = load_block(k_ptr, k_desc, place, start, k_row, d, Tk, D, MASKED, EVEN_D, TMA, BN, BD)
         qk = product(q, tl.trans(k), PRECISION)
         s, _t, seen = scores(qk, rows[:, None], keys[None, :], terms, band, MASKED, O)
         if MASKED:
@@ -65,7 +69,7 @@ def _fwd_range(
         m = top
         if DROPOUT & O:
             p = tl.where(kept(rows, start, dropout, BN), p, 0.0)
-        v = load(v_ptr, keys, v_row, e, Tk, Dv, MASKED, not EVEN_DV)
+        v = load_block(v_ptr, v_desc, place, start, v_row, e, Tk, Dv, MASKED, EVEN_DV, TMA, BN, BDV)
         if FIX:
             v = clean(v)
         acc = dot(acc * alpha[:, None], p.to(v.dtype), v, PRECISION)
@@ -96,11 +100,12 @@ def _odd_values(
 
 @triton.jit
 def _flash_attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bad_ptr, cu_q_ptr, cu_k_ptr, alibi_ptr, bias_ptr, sinks_ptr, seed_ptr,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, alibi_batch, alibi_head, bias_batch,
-    bias_head, bias_i, bias_j, H, group, Tq, Tk, total_q, D, Dv, scale, left, right, softcap, threshold, rescale,
-    FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, desc0, desc1, out_ptr, lse_ptr, bad_ptr, cu_q_ptr, cu_k_ptr, alibi_ptr, bias_ptr, sinks_ptr,
+    seed_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, alibi_batch, alibi_head,
+    bias_batch, bias_head, bias_i, bias_j, H, group, Tq, Tk, total_q, D, Dv, scale, left, right, softcap, threshold,
+    rescale, FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV:
+    tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES:
+    tl.constexpr,
 ):  # fmt: skip
     if FIX:  # noqa: SIM102
         if tl.load(bad_ptr + tl.program_id(0)) == 0:
@@ -127,18 +132,16 @@ def _flash_attention_fwd_kernel(
         Tk, O,
     )  # fmt: skip
     dropout = dropout_terms(seed_ptr, threshold, rescale, b, h, O)
-    first, inner, outer, last = key_ranges(i0, Tk, band, FIX, O, BM, BN)
+    ranges = key_ranges(i0, Tk, band, FIX, O, BM, BN)
+    place = place_of(batch_k, g, first_k)
     acc = tl.zeros((BM, BDV), dtype=tl.float32)
     m = tl.full((BM,), float("-inf"), dtype=tl.float32)
     l = tl.zeros((BM,), dtype=tl.float32)
-    acc, m, l = _fwd_range(
-        acc, m, l, q, k_ptr, v_ptr, rows, first, tl.minimum(inner, last), outer, last, k_row, v_row, D, Dv, Tk, terms,
-        band, dropout, True, FIX, O, BN, BD, BDV, EVEN_D, EVEN_DV, PRECISION, STAGES,
-    )  # fmt: skip
-    if not (FIX or BIAS & O):
+    PARTS: tl.constexpr = 1 if FIX or BIAS & O else 2
+    for part in tl.static_range(PARTS):
         acc, m, l = _fwd_range(
-            acc, m, l, q, k_ptr, v_ptr, rows, inner, tl.minimum(outer, last), 0, 0, k_row, v_row, D, Dv, Tk, terms,
-            band, dropout, False, FIX, O, BN, BD, BDV, EVEN_D, EVEN_DV, PRECISION, STAGES,
+            acc, m, l, q, k_ptr, v_ptr, desc0, desc1, place, rows, span_of(ranges, part == 0), k_row, v_row, D, Dv, Tk,
+            terms, band, dropout, part == 0, FIX, O, BN, BD, BDV, EVEN_D, EVEN_DV, PRECISION, TMA, STAGES,
         )  # fmt: skip
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
@@ -156,6 +159,7 @@ def _flash_attention_fwd_kernel(
         l /= rescale
     out = tl.where(empty[:, None], 0.0, acc / l[:, None])
     if FIX:
+        first, _inner, _outer, last = ranges
         out = _odd_values(
             out, q, lse, share, k_ptr, v_ptr, rows, first, last, k_row, v_row, D, Dv, terms, band, dropout, O, BD, BDV
         )  # fmt: skip

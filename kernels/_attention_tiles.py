@@ -138,10 +138,47 @@ def query_ranges(
 
 
 @triton.jit
-def steps_in(first, split, second, last, BLOCK: tl.constexpr):
+def span_of(ranges, MASKED: tl.constexpr):
+    """Of `key_ranges` or `query_ranges` the blocks that need masks, or those that do not, as `blocks_in` takes them."""
+    first, inner, outer, last = ranges
+    if MASKED:
+        return first, tl.minimum(inner, last), outer, last
+    return inner, tl.minimum(outer, last), inner * 0, inner * 0
+
+
+@triton.jit
+def blocks_in(span, BLOCK: tl.constexpr):
     """Blocks in [first, split), and in that and [second, last) together."""
+    first, split, second, last = span
     n = tl.cdiv(tl.maximum(split - first, 0), BLOCK)
     return n, n + tl.cdiv(tl.maximum(last - second, 0), BLOCK)
+
+
+@triton.jit
+def block_start(step, n, span, BLOCK: tl.constexpr):
+    """Where block number `step` of the span begins."""
+    first, _split, second, _last = span
+    return step * BLOCK + tl.where(step < n, first, second - n * BLOCK)
+
+
+@triton.jit
+def place_of(batch, head, first):
+    """Of a matrix among all that a descriptor knows."""
+    return tl.cast(batch, tl.int32), tl.cast(head, tl.int32), tl.cast(first, tl.int32)
+
+
+@triton.jit
+def load_block(
+    ptr, desc, place, start, stride, columns, size, width, MASKED: tl.constexpr, EVEN: tl.constexpr,
+    TMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows start .. start + ROWS - 1 of a matrix, 0 past its end; through a descriptor of all matrices, in which this
+    one is at `place_of(...)`, where no row is past the end."""
+    if TMA and not MASKED:
+        batch, head, first = place
+        x = desc.load([batch, head, first + start, 0])
+        return x.reshape([ROWS, COLUMNS])
+    return load(ptr, start + tl.arange(0, ROWS), stride, columns, size, width, MASKED, not EVEN)
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 The kernels stand in _attention_forward, _attention_dkv, _attention_dq (their formulas in _attention_backward) and
 _attention_bias; _attention_scores has the score and its options, _attention_tiles what they share. Blocks that every
-pair sees run in a loop without masks; only the blocks on the edge of the band compare. A kernel is launched a second
+pair sees run in a loop without masks, which reads through tensor descriptors where it can (_attention_descriptors);
+only the blocks on the edge of the band compare. A kernel is launched a second
 time for the programs whose result was not finite (`FIX`); the others return at once.
 FLOPs: forward 4 Tq Tk D per head, backward 2.5 times that (3.5 with the recomputation), halved if causal. Bound: tensor
 cores. Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills (tests/build/test_triton_aot.py).
@@ -17,11 +18,13 @@ from trainwright.kernels._attention_backward import (
     _flash_attention_norm_kernel,
 )
 from trainwright.kernels._attention_bias import _flash_attention_dbias_kernel
-from trainwright.kernels._attention_configs import FIX, padded, tile_of
+from trainwright.kernels._attention_configs import FIX, architecture, padded, tile_of
+from trainwright.kernels._attention_descriptors import descriptors, refusal
 from trainwright.kernels._attention_dkv import _flash_attention_dkv_kernel
 from trainwright.kernels._attention_dq import _flash_attention_dq_kernel
 from trainwright.kernels._attention_forward import _flash_attention_fwd_kernel
 from trainwright.kernels._attention_tiles import _flash_attention_outside_kernel
+from trainwright.kernels._notes import note
 
 __all__ = ["AOT", "AOT_RARE", "flash_attention_bwd", "flash_attention_fwd"]
 
@@ -40,7 +43,11 @@ def _launch(kernel, programs, warps, *named):
 def _run(kind, kernel, programs, call, tile, **more):
     """A kernel, and again those of its programs whose result is not finite."""
     call = call | {"bad_ptr": call["lse_ptr"].new_empty(programs, dtype=torch.int32)} | more
-    _launch(kernel, programs, tile["num_warps"], call, tile, {"FIX": False})
+    call |= {"desc0": None, "desc1": None, "TMA": False}
+    reason = refusal(kind, call, architecture())
+    note(f"{kind} reads by pointers: {reason}" if reason else f"{kind} reads through descriptors")
+    streamed = {} if reason else {"TMA": True, **descriptors(kind, call, tile)}
+    _launch(kernel, programs, tile["num_warps"], call, tile, {"FIX": False}, streamed)
     _launch(kernel, programs, tile["num_warps"], call, tile, FIX[kind], {"FIX": True, "STAGES": 1})
 
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainwright.errors import BackendError
+from trainwright.kernels import _notes
 
 BACKENDS = ("cpu", "cuda", "triton", "torch")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -413,10 +414,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """
     global _record
     before, _record = _record, []
+    before_notes, _notes.sink = _notes.sink, _record.append
     try:
         with contextlib.suppress(BackendError):
             function(*args, **kwargs)
         lines = _record
     finally:
-        _record = before
+        _record, _notes.sink = before, before_notes
     return "\n".join(lines) if lines else "no Trainwright op was called"

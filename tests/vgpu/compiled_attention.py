@@ -7,6 +7,8 @@ import os
 
 import pytest
 import torch
+import trainwright as tw
+from numerics import same_bits
 from trainwright import vgpu
 from trainwright.kernels import flash_attention as kernels
 from trainwright.kernels._attention_configs import look_up
@@ -66,3 +68,53 @@ def test_options_add_no_conflict_and_no_local_memory():
     bias = at_a_line(torch.randn(1, 1, T, T))
     for name, kernel in counts(64, bias, p=0.2).items():
         assert kernel.total.bank_conflicts == 0 and kernel.local_bytes == 0, name
+
+
+def run(device, q, k, v, dout, **options):
+    """out, lse and gradients, and what `explain` says of them."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    results = []
+
+    def call():
+        out, lse = tw.flash_attention(*leaves, return_lse=True, backend="triton", **options)
+        results.extend([out, lse, *torch.autograd.grad(out, leaves, dout)])
+
+    with device:
+        return results, tw.explain(call)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(tw.dispatch, "triton_reason", lambda: "ok")
+    monkeypatch.setattr(tw.dispatch, "interpreting", lambda: True)
+    return vgpu.Device(ARCH)
+
+
+@pytest.mark.parametrize("D", [64, 72])
+def test_descriptors_read_what_pointers_read(D, device, monkeypatch):
+    """Every head, batch and tail, with NaN around the tensors: the same bits."""
+    whole = torch.full((2, 210, 2, D + 24), float("nan"), dtype=torch.bfloat16)
+    q, k, v, dout = (whole.clone()[:, :200, :, 8 : D + 8] for _ in range(4))
+    for x in (q, k, v, dout):
+        x.copy_(torch.randn(x.shape))
+    options = {"causal": True, "window": (150, 0)}
+    found, text = run(device, q, k, v, dout, **options)
+    assert all(x.isfinite().all() for x in found)
+    how = "through descriptors" if CAPABILITY >= 90 else "by pointers: sm_80 has no"
+    assert f"fwd reads {how}" in text and f"dq reads {how}" in text
+    monkeypatch.setattr(kernels, "refusal", lambda *_: "asked for")
+    expected, text = run(device, q, k, v, dout, **options)
+    assert "fwd reads by pointers: asked for" in text
+    assert all(same_bits(a, b) for a, b in zip(found, expected))
+
+
+def test_what_a_descriptor_cannot_read(device):
+    """k and v alike: if only one of them can be copied by cp.async, Triton 3.8 puts no fence between that and wgmma."""
+    q, k, v, dout = (torch.randn(1, 130, 2, 64).bfloat16() for _ in range(4))
+    expected, _ = run(device, q, k, v, dout)
+    for begin, reason in ((0, "260 bytes between rows of k"), (1, "k does not begin at")):
+        odd = [torch.empty(1, 130, 2, 65, dtype=torch.bfloat16)[..., begin:] for _ in "kv"]
+        shifted = [x[..., :64].copy_(y) for x, y in zip(odd, (k, v))]
+        found, text = run(device, q, *shifted, dout)
+        assert all(same_bits(a, b) for a, b in zip(found, expected))
+        assert CAPABILITY < 90 or f"fwd reads by pointers: {reason}" in text
