@@ -901,7 +901,9 @@ def two_replicas_in_one_backward(rank, world):
 
 
 class WaitForFirstBucket(torch.autograd.Function):
-    """Identity whose backward waits until the first bucket is averaged; appends whether it is to `seen`."""
+    """Identity whose backward waits until the first bucket is averaged; appends whether it is to `seen`. Without
+    `seen` it does not wait: buckets of the first step leave at its end.
+    """
 
     @staticmethod
     def forward(ctx, x, dp, seen):
@@ -910,6 +912,8 @@ class WaitForFirstBucket(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        if ctx.seen is None:
+            return g, None, None
         deadline = time.monotonic() + 10
         done = ctx.dp[0]._reducer.driver.round.jobs
         while time.monotonic() < deadline and not (done and done[0].complete):
@@ -920,24 +924,27 @@ class WaitForFirstBucket(torch.autograd.Function):
 
 def the_backward_hides_the_communication(rank, world):
     """While the last layer's backward still runs, the first buckets have been averaged."""
-    seen = []
-    model = mlp(4, 4, 4, 4)
+    model, found = mlp(4, 4, 4, 4), []
     dp = wrap(model, bucket_mb=1e-4)
-    x = WaitForFirstBucket.apply(model[0](batch(2, 4)), [dp], seen)
-    model[1:](x).sum().backward()
-    assert seen == [True]
+    for seen in (None, found):
+        dp.zero_grad()
+        x = WaitForFirstBucket.apply(model[0](batch(2, 4)), [dp], seen)
+        model[1:](x).sum().backward()
+    assert found == [True]
     assert_same_on_all_ranks(grads(dp))
 
 
 def memory_that_the_backward_still_needs(rank, world):
     """Autograd lets a gradient share memory with the one that flows on: that one must not become an average."""
     module = nn.ParameterDict({"first": torch.ones(4, 4), "second": torch.zeros(16)})
-    dp, seen = wrap(module, bucket_mb=1e-5), []
+    dp, found = wrap(module, bucket_mb=1e-5), []
     weight = rank + 1.0
-    x = WaitForFirstBucket.apply(module["first"] * weight, [dp], seen)
-    h = x + module["second"].view(4, 4)  # its gradient is that of h, in another shape
-    (h * weight).sum().backward()
-    assert seen == [True]
+    for seen in (None, found):
+        dp.zero_grad()
+        x = WaitForFirstBucket.apply(module["first"] * weight, [dp], seen)
+        h = x + module["second"].view(4, 4)  # its gradient is that of h, in another shape
+        (h * weight).sum().backward()
+    assert found == [True]
     weights = torch.arange(1.0, world + 1)
     assert torch.equal(module["second"].grad, weights.mean().expand(16))
     assert torch.equal(module["first"].grad, weights.square().mean().expand(4, 4))

@@ -41,7 +41,7 @@ class Memory:
 def both(make, *, options=None, **kwargs):
     """DataParallel with AdamW, and stage 3."""
     options = {**SMALL, **(options or {})}
-    dp = DataParallel(make(), timeout=TIMEOUT, bucket_mb=options["bucket_mb"])
+    dp = DataParallel(make(), timeout=TIMEOUT)
     zero = Zero(make(), stage=3, **options, **kwargs)
     return dp, tw.optim.AdamW(dp.parameters(), lr=options["lr"]), zero
 

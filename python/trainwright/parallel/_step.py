@@ -50,7 +50,8 @@ class Plan:
                 self.buckets_of[slot].append(b)
         self.order = list(range(len(layout.buckets)))  # of launches
         self.learned = False
-        self.expected = [1] * len(layout.slots)  # hook calls per backward
+        self.expected = [1] * len(layout.slots)  # hook calls per backward ...
+        self.counted = False  # ... as there were in one of them
         self.cuts: list[
             tuple[int, ...]
         ] = []  # per bucket, where each rank keeps averages of its own part alone

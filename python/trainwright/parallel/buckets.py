@@ -1,10 +1,10 @@
 """The reducer: notices when gradients are ready, launches their buckets in one order, and closes the step.
 
 Autograd calls `_on_grad` each time a gradient has been accumulated into a parameter. A bucket is launched when all
-its parameters have had as many such calls as in the step before, and never before the bucket in front of it, so that
-all ranks launch the same sequence. When the outermost backward ends, a callback of the engine launches what is left,
-exchanges footers (which parameters had a gradient), waits for the averages and applies the `unused` policy, all
-inside the `loss.backward()` that started it.
+its parameters have had as many such calls as in the step before (in the first step, at its end), and never before the
+bucket in front of it, so that all ranks launch the same sequence. When the outermost backward ends, a callback of the
+engine launches what is left, exchanges footers (which parameters had a gradient), waits for the averages and applies
+the `unused` policy, all inside the `loss.backward()` that started it.
 """
 
 from __future__ import annotations
@@ -200,6 +200,10 @@ class Reducer:
         return b
 
     def _launch_ready(self, b: Backward) -> None:
+        if (
+            not b.plan.counted
+        ):  # a gradient may still be added to, whose bucket is full by the usual count of one
+            return
         order = b.plan.order
         while b.launched < len(order) and b.pending[order[b.launched]] == 0:
             b.launched += 1
@@ -320,6 +324,7 @@ class Reducer:
         for slot, calls in enumerate(b.calls):
             if calls:
                 b.plan.expected[slot] = calls
+                b.plan.counted = True
         self._now, self._task = None, -1
         _open.discard(self)
         if problem is not None:
