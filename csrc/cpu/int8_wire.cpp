@@ -1,6 +1,6 @@
 // Gradients as int8 for the network, on the CPU.
 //
-// int8_encode  x -> a row of bytes: n codes, padding to 4, one fp32 step per block of 256 elements;
+// int8_encode  x -> a row of bytes: n codes, padding to 4, one fp32 step per block of 64 elements;
 //              with error feedback, in one pass (trainwright/int8_wire.h).
 // int8_sum     out = scale * sum over rows, in their order, of code * step, in fp32.
 //
@@ -39,7 +39,7 @@ TW_DECLARE_KERNEL(int8_sum, Int8SumArgs)
 TW_BEGIN
 namespace {
 
-constexpr int64_t kGrain = 64;  // blocks: 16384 elements
+constexpr int64_t kGrain = 256;  // blocks: 16384 elements
 
 }  // namespace
 
@@ -78,7 +78,7 @@ TW_END
 namespace tw {
 namespace {
 
-constexpr int64_t kWireBlock = 256;
+constexpr int64_t kWireBlock = 64;
 
 int64_t steps_begin(int64_t n) { return (n + 3) / 4 * 4; }
 

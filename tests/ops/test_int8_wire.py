@@ -5,7 +5,8 @@ import torch
 from numerics import same_bits
 from trainwright.ops import int8_wire
 
-SIZES = [0, 1, 255, 256, 257, 1000, 70_001]
+BLOCK = int8_wire.BLOCK
+SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 1000, 70_001]
 
 
 def encoded(function, x, error, scale=1.0):
@@ -49,21 +50,21 @@ def test_what_rounding_loses_is_in_the_error():
     row, error = encoded(int8_wire.encode_, x, before)
     values = decoded(row, 1000)
     torch.testing.assert_close(values + error, x + before, rtol=1e-6, atol=1e-7)
-    for block in range(0, 1000, 256):
-        part = slice(block, block + 256)
+    for block in range(0, 1000, BLOCK):
+        part = slice(block, block + BLOCK)
         step = (x + before)[part].abs().max() / 127
         assert error[part].abs().max() <= 0.5001 * step
 
 
 def test_nothing_is_lost_over_time():
     """A gradient far smaller than its neighbours' step arrives all the same, summed over steps."""
-    x = torch.full((256,), 0.001)
+    x = torch.full((BLOCK,), 0.001)
     x[0] = 100.0
-    error, total = torch.zeros(256), torch.zeros(256)
+    error, total = torch.zeros(BLOCK), torch.zeros(BLOCK)
     for _ in range(1000):
-        row = torch.zeros(int8_wire.row_bytes(256), dtype=torch.uint8)
+        row = torch.zeros(int8_wire.row_bytes(BLOCK), dtype=torch.uint8)
         int8_wire.encode_(row, error, x, 1.0)
-        total += decoded(row, 256)
+        total += decoded(row, BLOCK)
     assert (total[1:] + error[1:] - 1.0).abs().max() < 1e-3
     assert total[1:].min() > 0.5
 
@@ -71,16 +72,16 @@ def test_nothing_is_lost_over_time():
 def test_what_is_not_finite_arrives_as_nan_and_leaves_no_error():
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = torch.ones(600)
-        x[300] = bad
+        x[5 * BLOCK - 1] = bad
         row, error = encoded(int8_wire.encode_, x, torch.zeros(600))
         values = decoded(row, 600)
-        assert values[256:512].isnan().all()
-        assert values[:256].isfinite().all() and values[512:].isfinite().all()
-        assert error.isfinite().all() and error[256:512].eq(0).all()
+        spoilt = slice(4 * BLOCK, 5 * BLOCK)
+        assert values[spoilt].isnan().all() and values.isnan().sum() == BLOCK
+        assert error.isfinite().all() and error[spoilt].eq(0).all()
 
 
 def test_rows_of_the_wrong_size_are_refused():
-    with pytest.raises(RuntimeError, match="a row of 104 bytes expected for 100 elements, got 100"):
+    with pytest.raises(RuntimeError, match="a row of 108 bytes expected for 100 elements, got 100"):
         int8_wire.encode_(
             torch.zeros(100, dtype=torch.uint8), torch.zeros(100), torch.zeros(100), 1.0
         )

@@ -13,7 +13,7 @@
 
 TW_BEGIN
 
-inline constexpr int64_t kWireBlock = 256;  // elements per step: 1.6 % more bytes than the codes
+inline constexpr int64_t kWireBlock = 64;   // elements per step: 6 % more bytes than the codes
 inline constexpr float kSmallest = 1e-30f;  // below it 127 / max|v| is no use
 
 // n <= kWireBlock elements. Returns the step.

@@ -1,4 +1,4 @@
-"""Gradients as int8 for the network: codes with one fp32 step per block of 256 elements, and error feedback.
+"""Gradients as int8 for the network: codes with one fp32 step per block of 64 elements, and error feedback.
 
 A row of bytes holds n elements: their codes, padding to a multiple of 4, and the steps. Compiled for the CPU; elsewhere
 the torch reference runs.
@@ -13,7 +13,7 @@ from trainwright.ops import _library
 
 __all__: list[str] = []
 
-BLOCK = 256
+BLOCK = 64
 SMALLEST = 1e-30  # a block without anything larger sends zeros and keeps its values as errors
 
 ENCODE = "int8_encode_(Tensor(a!) row, Tensor(b!) error, Tensor x, float scale) -> ()"

@@ -36,7 +36,7 @@ class DataParallel(nn.Module):
         group: a `torch.distributed` group; None is all ranks. NCCL for GPUs, Gloo for CPUs.
         bucket_mb: size of a bucket in MiB, or "auto" (see `FlatLayout.build`). It changes no bit of the result.
         wire_dtype: None sends gradients without loss; `torch.bfloat16` halves the bytes of fp32 gradients; "int8" sends
-            a quarter: codes with one fp32 step per 256 elements, and what their rounding loses is added to the next
+            a quarter: codes with one fp32 step per 64 elements, and what their rounding loses is added to the next
             gradient (error feedback, 4 bytes per parameter and more for the averages). They are always summed in fp32
             (fp64 for fp64, but fp32 over int8). Where int8's blocks begin, and so the rounding, depends on the buckets.
         unused: what becomes of a parameter that got no gradient: "error" raises in the same backward, on every rank,
