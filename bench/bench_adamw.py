@@ -205,3 +205,25 @@ def test_adamw_formats(compare, device, label):
         bytes_moved=per_element * n,
         in_place=True,
     )
+
+
+# Other optimizers: options, bytes per parameter in fp32, whether torch has a fused step on the CPU.
+OTHERS = {
+    "Adam": ({}, 28, True),
+    "SGD": ({"lr": 1e-3, "momentum": 0.9}, 20, True),
+    "RMSprop": ({}, 20, False),
+    "Lion": ({}, 20, None),
+    "Lamb": ({}, 40, None),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_one_large_tensor(compare, device, name):
+    """Of the other optimizers, against a copy of as many bytes."""
+    options, per_element, _ = OTHERS[name]
+    n = elements(device)
+    p = torch.ones(n, device=device, requires_grad=True)
+    p.grad = torch.full((n,), 0.5, device=device)
+    calls = {"trainwright": stepping([p], getattr(tw.optim, name)([p], **options).step)}
+    size = per_element * n
+    compare(name.lower(), "step", (n,), torch.float32, calls, None, bytes_moved=size, in_place=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import trainwright as tw
 
-from bench.bench_adamw import GPT2, deepspeed_calls, exact, parameters, stepping
+from bench.bench_adamw import GPT2, OTHERS, deepspeed_calls, exact, parameters, stepping
 
 B = torch.bfloat16
 # name: parameter dtype, options, bytes per parameter
@@ -65,16 +65,6 @@ def test_adamw_2000_groups(compare, device):
         bytes_moved=size,
         in_place=True,
     )
-
-
-# name: options, bytes per parameter in fp32, whether torch has a fused step on the CPU
-OTHERS = {
-    "Adam": ({}, 28, True),
-    "SGD": ({"lr": 1e-3, "momentum": 0.9}, 20, True),
-    "RMSprop": ({}, 20, False),
-    "Lion": ({}, 20, None),
-    "Lamb": ({}, 40, None),
-}
 
 
 @pytest.mark.parametrize("name", OTHERS)

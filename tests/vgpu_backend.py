@@ -82,6 +82,11 @@ def _cuda_tables(module: Any) -> list[dict[str, Any]]:
     return [v for v in vars(module).values() if isinstance(v, dict) and "cuda" in v]
 
 
+def _cuda_ops(table: dict[str, Any]) -> dict[str, Any]:
+    """Those of "cuda", and the optimizers' "cuda table"."""
+    return {key: op for key, op in table.items() if key.startswith("cuda")}
+
+
 def _raising(op: Callable[..., Any]) -> Callable[..., Any]:
     """Raises what a kernel did wrong as the virtual GPU's own exception."""
 
@@ -118,15 +123,17 @@ def install() -> None:
     library = torch.library.Library("trainwright_vgpu", "DEF")
     install.library = library  # type: ignore[attr-defined]  # lives as long as the process
     overloads = {
-        t["cuda"].name(): t["cuda"] for m in _op_modules() for t in _cuda_tables(m)
+        f.name(): f for m in _op_modules() for t in _cuda_tables(m) for f in _cuda_ops(t).values()
     } | {"trainwright::cross_entropy_fwd_bwd": torch.ops.trainwright.cross_entropy_fwd_bwd.default}  # fmt: skip
     for overload in overloads.values():
         library.define(str(overload._schema).removeprefix("trainwright::"))
     load_program(compiled() / "libtw_cuda_ops.so")
     for module in _op_modules():
         for table in _cuda_tables(module):
-            name = table["cuda"].name().removeprefix("trainwright::")
-            table["vgpu"] = _raising(getattr(torch.ops.trainwright_vgpu, name).default)
+            for key, overload in _cuda_ops(table).items():
+                name = overload.name().removeprefix("trainwright::")
+                ours = _raising(getattr(torch.ops.trainwright_vgpu, name).default)
+                table[key.replace("cuda", "vgpu")] = ours
     dispatch.BACKENDS = (*dispatch.BACKENDS, "vgpu")
     for op in ops_with_cuda():
         copies = [replace(c, backend="vgpu") for c in dispatch._ops[op] if c.backend == "cuda"]

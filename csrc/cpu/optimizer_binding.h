@@ -164,24 +164,24 @@ inline void optimizer_step_by_table(const OptimizerCall& call, const Tensor& tab
 }  // namespace tw
 
 // The bindings of op `name`, whose description is `info`.
-#define TW_OPTIMIZER_BINDINGS(name, info)                                                        \
-  namespace tw {                                                                                 \
-  namespace {                                                                                    \
-  void name##_cpu(std::vector<Tensor> params, std::vector<Tensor> grads,                         \
-                  std::vector<Tensor> masters, std::vector<Tensor> states,                       \
-                  std::vector<Tensor> steps, std::vector<int64_t> spec,                          \
-                  std::vector<int64_t> offsets, Tensor hyper, std::optional<Tensor> control,     \
-                  int64_t seed, std::optional<Tensor> lost) {                                    \
-    optimizer_step({info, &name, hyper, control, lost, seed}, params, grads, masters, states,    \
-                   steps, spec, offsets);                                                        \
-  }                                                                                              \
-  void name##_table_cpu(Tensor table, Tensor hyper, std::optional<Tensor> control, int64_t seed, \
-                        std::optional<Tensor> lost) {                                            \
-    optimizer_step_by_table({info, &name, hyper, control, lost, seed}, table);                   \
-  }                                                                                              \
-  }                                                                                              \
-  }                                                                                              \
-  STABLE_TORCH_LIBRARY_IMPL(trainwright, CPU, m) {                                               \
-    m.impl(#name "_", TORCH_BOX(&tw::name##_cpu));                                               \
-    m.impl(#name "_table", TORCH_BOX(&tw::name##_table_cpu));                                    \
+#define TW_OPTIMIZER_BINDINGS(name, info)                                                          \
+  namespace tw {                                                                                   \
+  namespace {                                                                                      \
+  void name##_cpu(std::vector<Tensor> params, std::vector<Tensor> grads,                           \
+                  std::vector<Tensor> masters, std::vector<Tensor> states,                         \
+                  std::vector<Tensor> steps, std::vector<int64_t> spec,                            \
+                  std::vector<int64_t> offsets, Tensor hyper, std::optional<Tensor> control,       \
+                  int64_t seed, std::optional<Tensor> lost) {                                      \
+    optimizer_step({info, &name, hyper, control, lost, seed}, params, grads, masters, states,      \
+                   steps, spec, offsets);                                                          \
+  }                                                                                                \
+  void name##_table_cpu(Tensor table, std::optional<Tensor>, bool, Tensor hyper,                   \
+                        std::optional<Tensor> control, int64_t seed, std::optional<Tensor> lost) { \
+    optimizer_step_by_table({info, &name, hyper, control, lost, seed}, table);                     \
+  }                                                                                                \
+  }                                                                                                \
+  }                                                                                                \
+  STABLE_TORCH_LIBRARY_IMPL(trainwright, CPU, m) {                                                 \
+    m.impl(#name "_", TORCH_BOX(&tw::name##_cpu));                                                 \
+    m.impl(#name "_table", TORCH_BOX(&tw::name##_table_cpu));                                      \
   }

@@ -18,4 +18,4 @@ struct AdamRule : Adam {
 
 }  // namespace tw
 
-TW_CUDA_OPTIMIZER(adam, optimizer_cuda<AdamRule>)
+TW_CUDA_OPTIMIZER(adam, tw::ElementUpdate<tw::AdamRule>)

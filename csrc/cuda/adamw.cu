@@ -21,4 +21,4 @@ struct AdamWRule : AdamW {
 
 }  // namespace tw
 
-TW_CUDA_OPTIMIZER(adamw, optimizer_cuda<AdamWRule>)
+TW_CUDA_OPTIMIZER(adamw, tw::ElementUpdate<tw::AdamWRule>)

@@ -42,6 +42,12 @@ inline void* device_data(const Tensor& t) {
   if (t.numel() > 0) tw_vgpu_name(begin, (last + 1) * dtype_bytes(dtype_of(t)));
   return begin;
 }
+// Memory of a tensor that is known by its address alone.
+inline void* device_memory(int64_t address, int64_t bytes) {
+  void* begin = reinterpret_cast<void*>(address);
+  tw_vgpu_name(begin, static_cast<uint64_t>(bytes));
+  return begin;
+}
 
 #else
 
@@ -62,6 +68,7 @@ inline cudaStream_t stream_of(const Tensor& t) {
 }
 
 inline void* device_data(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
+inline void* device_memory(int64_t address, int64_t) { return reinterpret_cast<void*>(address); }
 
 #endif
 

@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kOptimizerThreads,
                                   (kBlocksPerMultiprocessor<LambRule, A, kExtra>))
     lamb_moments_kernel(const OptimizerTable table, const OptimizerStep step, double* squares) {
   if (skipped(step.control)) return;
-  for_units(table, [&](const TableRow& row, int64_t begin, int n, int64_t unit) {
-    const auto& k = reinterpret_cast<const LambScalars<A>&>(row.scalars);
+  const auto work = [&](const auto& row, int64_t begin, int n, int unit) {
+    const LambScalars<A>& k = row.scalars;
     double p_squares = 0.0, u_squares = 0.0;
     for_tiles<LambRule, A, kExtra>(row, step.seed, begin, n, [&](auto& t) {
       t.template open<true>();
@@ -40,22 +40,27 @@ __global__ void __launch_bounds__(kOptimizerThreads,
     p_squares = warp_sum(p_squares);
     u_squares = warp_sum(u_squares);
     if (threadIdx.x % 32 == 0) reinterpret_cast<double2*>(squares)[unit] = {p_squares, u_squares};
-  });
+  };
+  for_units<LambRule, A>(table, step.control, work);
 }
 
 static __global__ void __launch_bounds__(kSumThreads, 1)
-    lamb_rate_kernel(const OptimizerTable table, const double* squares, const double* control) {
+    lamb_rate_kernel(const OptimizerTable table, const double* squares, double* rates,
+                     const double* control) {
   if (skipped(control)) return;
-  TableRow& row = table.rows[blockIdx.x];
-  const int64_t units = (row.n + kUnit - 1) / kUnit;
+  const OptimizerRow& row = table.rows[blockIdx.x];
+  const int units = static_cast<int>((row.n + row.unit - 1) / row.unit);
   double sums[2] = {0.0, 0.0};
-  for (int64_t i = threadIdx.x; i < units; i += kSumThreads) {
+  for (int i = threadIdx.x; i < units; i += kSumThreads) {
     const double2 one = reinterpret_cast<const double2*>(squares)[row.first_unit + i];
     sums[0] += one.x;
     sums[1] += one.y;
   }
   block_pair_sum(sums);
-  if (threadIdx.x == 0) row.rate = lamb_rate(row.hyper[0], sums[0], sums[1]);
+  if (threadIdx.x == 0) {
+    const double lr = table.hyper[LambRule::info.hyper * row.group];
+    rates[blockIdx.x] = lamb_rate(lr, sums[0], sums[1]);
+  }
 }
 
 template<class A, bool kExtra>
@@ -64,8 +69,8 @@ __global__ void __launch_bounds__(kOptimizerThreads,
     lamb_apply_kernel(const OptimizerTable table, const OptimizerStep step) {
   if (skipped(step.control)) return;
   int64_t counts[2] = {0, 0};
-  for_units(table, [&](const TableRow& row, int64_t begin, int n, int64_t) {
-    const auto& k = reinterpret_cast<const LambScalars<A>&>(row.scalars);
+  for_units<LambRule, A>(table, step.control, [&](const auto& row, int64_t begin, int n, int) {
+    const LambScalars<A>& k = row.scalars;
     const A rate = static_cast<A>(row.rate);
     for_tiles<LambRule, A, kExtra>(row, step.seed, begin, n, [&](auto& t) {
       t.template open<false>();
@@ -83,30 +88,34 @@ __global__ void __launch_bounds__(kOptimizerThreads,
     });
   });
   if constexpr (kExtra) store_lost(step.lost, counts);
+  raise_counts(table);
 }
 
 // ---- launcher and binding -----------------------------------------------------------------------
 
-// squares: two for each unit.
+// squares: two for each unit. rates: one for each row.
 template<class A, bool kExtra>
-void launch_lamb(const OptimizerTable& table, const OptimizerStep& step, double* squares,
+void launch_lamb(OptimizerTable table, const OptimizerStep& step, double* squares, double* rates,
                  cudaStream_t stream) {
   const unsigned blocks = optimizer_blocks<LambRule, A, kExtra>(table.units);
   lamb_moments_kernel<A, kExtra><<<blocks, kOptimizerThreads, 0, stream>>>(table, step, squares);
-  lamb_rate_kernel<<<table.count, kSumThreads, 0, stream>>>(table, squares, step.control);
+  lamb_rate_kernel<<<table.count, kSumThreads, 0, stream>>>(table, squares, rates, step.control);
+  table.rates = rates;
   lamb_apply_kernel<A, kExtra><<<blocks, kOptimizerThreads, 0, stream>>>(table, step);
 }
 
-namespace {
-void lamb_step(const OptimizerArguments& a) {
-  optimizer_cuda<LambRule>(a, [&](auto acc, auto extra, const OptimizerTable& table,
-                                  const OptimizerStep& step, cudaStream_t stream) {
-    const Tensor squares = empty({table.units, 2}, a.params[0], ScalarType::Double);
-    launch_lamb<decltype(acc), decltype(extra)::value>(
-        table, step, static_cast<double*>(device_data(squares)), stream);
-  });
-}
-}  // namespace
+struct LambUpdate {
+  using Rule = LambRule;
+  template<class A, bool kExtra>
+  static void launch(const OptimizerTable& table, const OptimizerStep& step, const Tensor& like,
+                     cudaStream_t stream) {
+    const Tensor scratch =
+        empty({2 * int64_t{table.units} + table.count}, like, ScalarType::Double);
+    double* squares = doubles(scratch);
+    launch_lamb<A, kExtra>(table, step, squares, squares + 2 * int64_t{table.units}, stream);
+  }
+};
+
 }  // namespace tw
 
-TW_CUDA_OPTIMIZER(lamb, lamb_step)
+TW_CUDA_OPTIMIZER(lamb, tw::LambUpdate)

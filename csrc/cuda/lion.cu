@@ -19,4 +19,4 @@ struct LionRule : Lion {
 
 }  // namespace tw
 
-TW_CUDA_OPTIMIZER(lion, optimizer_cuda<LionRule>)
+TW_CUDA_OPTIMIZER(lion, tw::ElementUpdate<tw::LionRule>)

@@ -25,4 +25,4 @@ struct RmspropRule : Rmsprop {
 
 }  // namespace tw
 
-TW_CUDA_OPTIMIZER(rmsprop, optimizer_cuda<RmspropRule>)
+TW_CUDA_OPTIMIZER(rmsprop, tw::ElementUpdate<tw::RmspropRule>)

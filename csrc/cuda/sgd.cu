@@ -19,4 +19,4 @@ struct SgdRule : Sgd {
 
 }  // namespace tw
 
-TW_CUDA_OPTIMIZER(sgd, optimizer_cuda<SgdRule>)
+TW_CUDA_OPTIMIZER(sgd, tw::ElementUpdate<tw::SgdRule>)

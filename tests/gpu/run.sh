@@ -1,6 +1,6 @@
 #!/bin/bash
 # Everything that wants a GPU, in one command of less than 9 minutes: build, the case tables of the ops on the device, the
-# virtual GPU against the device, benchmarks.
+# virtual GPU against the device, steps inside CUDA graphs, benchmarks.
 #
 #   tests/gpu/run.sh [OUT]      OUT: folder of the results, default gpu-results
 #
@@ -61,7 +61,8 @@ if [ $dry -eq 1 ]; then
   step bench 120 "$python" -m bench grad_norm --quick --device cpu --seconds 0.1
 else
   step bench 85 "$python" -m bench rms_norm layer_norm cross_entropy rope glu flash_attention linear --quick --device cuda
-  # Each storage format at 512M parameters as a fraction of copy bandwidth; 1000 small tensors beside one of their size.
+  # Each storage format of AdamW, and each other optimizer, at 512M parameters as a fraction of copy bandwidth; 1000 small
+  # tensors beside one of their size.
   step bench_adamw 60 "$python" -m bench adamw --quick --device cuda
 fi
 cp bench/results/*.csv bench/results/README.md "$out/" 2>/dev/null

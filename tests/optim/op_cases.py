@@ -62,6 +62,21 @@ SOME = (
 )
 
 
+def pairs_of(forms):
+    """A few of them in which every two of their properties that occur together do so."""
+    chosen = []
+
+    def pairs(form):
+        return set(itertools.combinations(enumerate(map(str, vars(form).values())), 2))
+
+    rest = set().union(*map(pairs, forms))
+    while rest:
+        best = max(forms, key=lambda form: len(pairs(form) & rest))
+        chosen.append(best)
+        rest -= pairs(best)
+    return chosen
+
+
 @dataclass
 class Case:
     """The arguments of one call, for several tensors of one format."""

@@ -164,7 +164,8 @@ def forgotten_state(o, p):
      fresh_state, reloaded, amsgrad_on, another_group, another_learning_rate, forgotten_state],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_remembered_from_the_last_step_goes_stale(dtype, change):
+@pytest.mark.parametrize("where", ["cpu", "vgpu"])
+def test_nothing_remembered_from_the_last_step_goes_stale(dtype, change, where):
     """The optimizer keeps a table of addresses between steps; it must notice whatever the user does in between."""
 
     def step(times):
@@ -174,12 +175,12 @@ def test_nothing_remembered_from_the_last_step_goes_stale(dtype, change):
             optimizer.step()
 
     runs = []
-    for backend in ("cpu", "torch"):  # the torch reference remembers nothing
+    for chosen in (where, "torch"):  # the torch reference remembers nothing
         torch.manual_seed(0)
         p, q = leaf(torch.randn(6, 5).to(dtype)), leaf(torch.randn(40))
-        optimizer = tw.optim.AdamW([p, q], lr=0.1, backend=backend)
+        optimizer = tw.optim.AdamW([p, q], lr=0.1, backend=chosen)
         step(3)
-        assert (optimizer._plan is not None) == (backend == "cpu")
+        assert (optimizer._plan is not None) == (chosen == where)
         for x in (p, q):
             x.grad = torch.ones_like(x)
         change(optimizer, p)

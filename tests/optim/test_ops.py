@@ -6,7 +6,7 @@ import torch
 import trainwright as tw
 from numerics import backends_for_tests, same_bits
 
-from optim.op_cases import NAMES, PRODUCT, SOME, make
+from optim.op_cases import NAMES, PRODUCT, SOME, make, pairs_of
 
 SIZES = [0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 4095, 4097]
 BACKENDS = [(n, b) for n in NAMES for b in backends_for_tests(getattr(tw, n + "_")) if b != "torch"]
@@ -50,6 +50,14 @@ def test_the_full_product_of_formats_has_the_bits_of_the_reference(name, backend
     for form in forms:
         for lost in (True, False):  # counting them takes another path
             compare(make(name, [(3,), (0,), (300,)], form, lost=lost), backend)
+
+
+@pytest.mark.parametrize("backend", [b for n, b in BACKENDS if n == "adamw" and b != "cpu"])
+def test_every_two_properties_of_a_format(backend):
+    forms = pairs_of(PRODUCT)
+    assert 16 <= len(forms) <= 24
+    for form in forms:
+        compare(make("adamw", [(3,), (300,)], form, lost=False), backend, steps=1)
 
 
 @pytest.mark.parametrize("form", SOME, ids=str)

@@ -3,7 +3,7 @@ read or written once. For every row
 
     global bytes <= 1.01 ideal   sector efficiency >= 0.99   bank conflicts = 0
 
-The kernels that raise step counts and fill the table are part of it. Spills: tests/build/test_cuda.py.
+Filling the table is part of it. Spills: tests/build/test_cuda.py.
 """
 
 import pytest
@@ -71,3 +71,15 @@ def test_adamw_moves_its_operands_once(label, backend, counters):
 def test_optimizers_move_their_operands_once(name, backend, counters):
     flags, ideal = OTHERS[name]
     check(counters, name, make(name, [(N,)], Format(), flags=flags, lost=False), ideal)
+
+
+@pytest.mark.parametrize("backend", ["vgpu"])
+def test_lamb_moves_40_bytes_and_its_sums(backend, counters):
+    """What another parameter costs where the table is read already: of a tensor this small 32 bytes for each unit of
+    1024 elements, of a large one for each of 8192 (tests/optim/test_large.py)."""
+    moved = []
+    for n in (N, 2 * N):
+        counters.clear()
+        make("lamb", [(n,)], Format(), flags=0, lost=False).run("vgpu")
+        moved.append(counters.total.global_bytes)
+    assert (moved[1] - moved[0]) / N <= 40 + 32 / 1024 + 0.001

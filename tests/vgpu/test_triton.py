@@ -77,6 +77,7 @@ PARTS = {
     "optim/test_muon.py": "(fp64 and bfloat16-bfloat16) or (bits_of_the_reference and bfloat16)",
     "optim/test_muon_state.py": "skipped and later",
     "optim/test_ops.py": "adamw or split16",
+    "optim/test_large.py": "triton",
     "optim/test_op_arguments.py": "(adamw and (layout or shards)) or (lamb and groups)",
     "optim/test_adamw.py": "(fp64 and (float32-float32 or bfloat16-bfloat16 or float32-float64))"
     " or (bfloat16 and clipping)",

@@ -212,16 +212,24 @@ def _fake(*_: Any) -> None:
     return None
 
 
-# The optimizers' short cut on the CPU: contiguous tensors by address, see csrc/cpu/optimizer_binding.h.
-TABLE_SCHEMA = "(Tensor table, Tensor hyper, Tensor? control, int seed, Tensor(a!)? lost) -> ()"
+# The optimizers' short cut: contiguous tensors by address. table (params, 15) int64, on the CPU: param, grad, master or
+# 0, three states, three lists of scales, step, elements, offset, dtype, dtype of the gradient, spec. memory, for CUDA:
+# (params + 1, MEMORY_COLUMNS) int64 on the device, where the kernels read the table; `moved` says that it is not there
+# yet, or no longer as it was.
+TABLE_SCHEMA = (
+    "(Tensor table, Tensor(a!)? memory, bool moved, Tensor hyper, Tensor? control, int seed, "
+    "Tensor(b!)? lost) -> ()"
+)
+MEMORY_COLUMNS = 16  # OptimizerRow in csrc/cuda/optimizer_table.cuh
 
 
 def define(op: OptimizerOp) -> dict[str, Callable[..., None]]:
-    """Register ``trainwright::<name>_`` with its torch reference; what runs it on each backend."""
+    """Register ``trainwright::<name>_`` with its torch reference. What runs it on each backend ("cpu"), and by a table
+    of addresses ("cpu table")."""
     _library.LIBRARY.define(f"{op.name}_table" + TABLE_SCHEMA)
     table = getattr(torch.ops.trainwright, f"{op.name}_table").default
     backends = _library.define_backends(op.name, f"{op.name}_" + SCHEMA, reference(op), _fake)
-    return {**backends, "table": table}
+    return {**backends, "cpu table": table, "cuda table": table}
 
 
 # ---- the function of an op

@@ -39,7 +39,8 @@ from trainwright.ops._optimizer import (
 )
 from trainwright.ops._optimizer_formats import INT8_STATE
 from trainwright.ops.grad_norm import GRAD_STATS
-from trainwright.optim._plan import CPU, Batch, Plan
+from trainwright.optim._hyper import HyperTable, is_capturing
+from trainwright.optim._plan import Batch, Plan
 from trainwright.optim._state import load as load_state
 from trainwright.optim._state import master_format, new_master, new_state, new_step, state_format
 from trainwright.optim.checkpoint import import_adam_state, layout_of
@@ -314,6 +315,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _start(self, p: Tensor, state: dict[str, Any], flags: int) -> None:
         """Make what p's state lacks."""
+        before = len(state)
         if self.counts_steps and "step" not in state:
             state["step"] = new_step(p)
         form = state_format(p, self._options.state_dtype)
@@ -324,6 +326,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         master = master_format(p, self._options.master_weights)
         if master and "master" not in state:
             state["master"] = new_master(p, master)
+        if len(state) > before and is_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}: step: the CUDA graph being captured would make the state anew whenever it "
+                "runs; run a step before"
+            )
 
     def _started(self, name: str, state: dict[str, Any]) -> None:
         """A state tensor was made, perhaps in the middle of a run."""
@@ -389,28 +396,32 @@ class FusedOptimizer(torch.optim.Optimizer):
         """One update of every parameter that has a gradient. Returns what `closure`, if given, returned."""
         loss = run_closure(closure)
         seed, counting = self._options.seed, self._options.count_lost_updates
+        capturing = is_capturing()
         plan: Plan | None = self.__dict__.get("_plan")
-        grads = plan.refresh(self) if plan is not None else None
+        # A captured step brings its table along: it runs again when this one has other addresses.
+        grads = plan.refresh(self) if plan is not None and not capturing else None
         lost: dict[torch.device, Tensor | None] = {}
+
+        def count_on(device: torch.device) -> Tensor | None:
+            if counting:
+                lost[device] = torch.zeros(2, dtype=torch.float64, device=device)
+            return lost.get(device)
+
         if plan is not None and grads is not None:
-            control = self._overflow_and_clip({CPU: grads})
-            lost[CPU] = torch.zeros(2, dtype=torch.float64) if counting else None
-            self.module.STEP["table"](plan.table, self._hyper(CPU), control, seed, lost[CPU])
-            torch.autograd.graph.increment_version(plan.params)
+            control = self._overflow_and_clip({plan.device: grads})
+            plan.step(self._hyper(plan.device), control, seed, count_on(plan.device))
         else:
             batches = self._collect()
             control = self._overflow_and_clip({d: b.grads for d, b in batches.items()})
             for device, b in batches.items():
                 here = None if control is None else control.to(device)
-                lost[device] = (
-                    torch.zeros(2, dtype=torch.float64, device=device) if counting else None
-                )
                 self.module.STEP[self._backend(device, b)](
                     b.params, b.grads, b.masters, b.states, b.steps, b.spec, b.offsets, self._hyper(device), here, seed,
-                    lost[device],
+                    count_on(device),
                 )  # fmt: skip
                 torch.autograd.graph.increment_version(b.params)
-            self._plan = Plan.make(self, batches)
+            if not capturing:
+                self._plan = Plan.make(self, batches)
         if counting:
             self._report_lost([x for x in lost.values() if x is not None])
         return loss
@@ -429,7 +440,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         limit = self._options.max_grad_norm
         home = next(iter(grads), torch.device("cpu"))
         if scale is None and found is None and limit is None:
-            self.last_step = StepInfo(None, torch.zeros((), dtype=torch.bool, device=home))
+            self.last_step = StepInfo(None, self._never(home))
             return None
         stats = self._grad_stats(grads, home)
         norm = stats[0].sqrt()
@@ -448,6 +459,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.last_step = StepInfo(norm.float(), skipped)
         return torch.stack([multiplier, skipped.double()])
 
+    def _never(self, device: torch.device) -> Tensor:
+        """False, on the device. Kept, so that a step without clipping and scaling launches one kernel alone."""
+        kept: Tensor | None = self.__dict__.get("_false")
+        if kept is None or kept.device != device:
+            kept = torch.zeros((), dtype=torch.bool, device=device)
+            if not is_capturing():  # there it is False only once the graph has run
+                self._false = kept
+        return kept
+
     def _grad_stats(self, grads: dict[torch.device, list[Tensor]], home: torch.device) -> Tensor:
         """(2,) fp64: the sum of squares, and whether an element is not finite."""
         stats = torch.zeros(2, dtype=torch.float64, device=home)
@@ -457,29 +477,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return stats
 
     def _hyper(self, device: torch.device) -> Tensor:
-        """(groups, columns) fp64: each group's options; "betas" gives two. Tensors on a device are read there.
-
-        Plain numbers that are those of the step before give the tensor of the step before."""
-        rows = list(map(operator.itemgetter(*self.hyper), self.param_groups))
-        kept = self.__dict__.get("_kept_hyper")
-        if kept is not None and kept[1].device == device and kept[0] == rows:
-            return kept[1]
-        flat: list[list[Any]] = []
-        for row in rows:
-            cells: list[Any] = []
-            for value in row:
-                cells.extend(value) if isinstance(value, tuple | list) else cells.append(value)
-            flat.append(cells)
-        tensors = [v for row in flat for v in row if isinstance(v, Tensor)]
-        if any(v.device.type != "cpu" for v in tensors):
-            self._kept_hyper = None
-            values = [torch.as_tensor(v) for row in flat for v in row]
-            values = [v.to(device, torch.float64).reshape(()) for v in values]
-            return torch.stack(values).view(len(rows), -1)
-        numbers = [[float(v) for v in row] for row in flat]
-        result = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
-        self._kept_hyper = None if tensors else (rows, result)
-        return result
+        """(groups, columns) fp64: each group's options; "betas" gives two."""
+        table: HyperTable = self.__dict__.setdefault("_hyper_table", HyperTable())
+        return table.on(device, list(map(operator.itemgetter(*self.hyper), self.param_groups)))
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:

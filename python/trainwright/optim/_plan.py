@@ -1,19 +1,25 @@
-"""The arguments of one call of an optimizer op, and the table of addresses that replaces them while nothing moves."""
+"""The arguments of one call of an optimizer op, and the table of addresses that replaces them while nothing moves.
+
+On CUDA the kernels read the table from device memory, which is filled anew only when an address in it has changed: a
+step is then one launch, whatever the number of tensors.
+"""
 
 from __future__ import annotations
 
 import array
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from trainwright.ops._optimizer import MEMORY_COLUMNS
+
 if TYPE_CHECKING:
     from trainwright.optim._base import FusedOptimizer
 
-CPU = torch.device("cpu")
 # torch's ScalarType numbers, csrc/include/trainwright/types.h
 DTYPE_CODES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
 
@@ -39,7 +45,8 @@ def _same_objects(a: list[Any], b: list[Any]) -> bool:
 
 
 class Plan:
-    """The table of addresses of a step in which every parameter, contiguous and on the CPU, had a contiguous gradient.
+    """The table of addresses of a step in which every parameter, contiguous and all on one device, had a contiguous
+    gradient.
 
     `refresh` finds out whether that is still so and nothing moved: every parameter, state dict and state tensor is the
     same object, at the same address, of the same size and dtype. That costs less than handing the lists to the op.
@@ -54,7 +61,13 @@ class Plan:
     grad_dtypes: list[torch.dtype]
     flags: list[int]
     offsets: list[int]
+    device: torch.device
+    backend: str
+    op: Callable[..., None]
     table: Tensor
+    addresses: array.array[int]  # of the gradients, as the table has them
+    memory: Tensor | None  # the table on a CUDA device
+    moved: bool  # it is not there yet, or no longer as it was
 
     def _facts(self, params: list[Tensor]) -> list[Any]:
         facts: list[Any] = list(map(Tensor.data_ptr, params))
@@ -68,16 +81,19 @@ class Plan:
 
     @classmethod
     def make(cls, optimizer: FusedOptimizer, batches: dict[torch.device, Batch]) -> Plan | None:
-        b = batches.get(CPU)
         everything = sum(len(group["params"]) for group in optimizer.param_groups)
-        if b is None or len(batches) != 1 or len(b.params) != everything:
+        if len(batches) != 1:
             return None
-        if optimizer._backend(CPU, b) != "cpu":
+        ((device, b),) = batches.items()
+        backend = optimizer._backend(device, b)
+        op = optimizer.module.STEP.get(f"{backend} table")
+        if op is None or len(b.params) != everything:
             return None
         lists = [b.params, b.grads, b.masters, b.states]
         if not all(t.is_contiguous() for tensors in lists for t in tensors):
             return None
         plan = cls()
+        plan.device, plan.backend, plan.op = device, backend, op
         plan.params = b.params
         plan.state_dicts = list(optimizer.state.values())
         plan.tensors = {"step": ([], [])}
@@ -118,6 +134,12 @@ class Plan:
             dtype=torch.int64,
         )  # fmt: skip
         plan.table = plan.table.t().contiguous()
+        plan.addresses = array.array("q", map(Tensor.data_ptr, b.grads))
+        plan.memory = None
+        if backend != "cpu":
+            shape = (count + 1, MEMORY_COLUMNS)
+            plan.memory = torch.empty(shape, dtype=torch.int64, device=device)
+        plan.moved = True
         return plan
 
     def refresh(self, optimizer: FusedOptimizer) -> list[Tensor] | None:
@@ -143,9 +165,16 @@ class Plan:
             or [g.dtype for g in grads] != self.grad_dtypes
             or optimizer._all_flags() != self.flags
             or optimizer._offsets(params) != self.offsets
-            or optimizer._backend(CPU, None) != "cpu"
+            or optimizer._backend(self.device, None) != self.backend
         ):
             return None
         addresses = array.array("q", map(Tensor.data_ptr, grads))
-        self.table[:, 1] = torch.frombuffer(addresses, dtype=torch.int64)
+        if addresses != self.addresses:
+            self.addresses, self.moved = addresses, True
+            self.table[:, 1] = torch.frombuffer(addresses, dtype=torch.int64)
         return grads
+
+    def step(self, hyper: Tensor, control: Tensor | None, seed: int, lost: Tensor | None) -> None:
+        self.op(self.table, self.memory, self.moved, hyper, control, seed, lost)
+        self.moved = False
+        torch.autograd.graph.increment_version(self.params)

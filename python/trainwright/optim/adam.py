@@ -27,7 +27,8 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in torch, per group too;
             `lr` and `betas` may be tensors.
-        foreach, capturable, fused: accepted and kept in the groups; the same kernel runs in any case.
+        foreach, capturable, fused: accepted and kept in the groups; the same kernel runs in any case, and its step can
+            be captured in a CUDA graph once a step has run outside of it (backend "cuda").
         differentiable: must be False.
         master_weights: for bf16 and fp16 parameters "fp32" (which "auto" means too) keeps an fp32 master, "split16"
             (bf16 only) the 16-bit remainder that makes the parameter an exact fp32 number, "none" updates the
