@@ -17,7 +17,7 @@ CASES = {
     "scalers_skip_together": (2,),
     "convert": (2,),
     "gradients_of_stages_2_and_3": (2, 3),
-    "bytes_of_model_state": (1, 2, 3),
+    "bytes_of_model_state": (1, 3, 4),
     "a_rank_that_does_not_step": (2,),
     "offloaded_state": (2,),
     "uneven_numbers_of_batches": (3,),
