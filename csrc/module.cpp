@@ -9,6 +9,7 @@
 
 #include "cpu/binding.h"
 #include "cpu/kernel.h"
+#include "trainwright/cpu_features.h"
 #include "trainwright/parallel.h"
 #include "trainwright/scratch.h"
 
@@ -92,6 +93,19 @@ std::string build_info() {
 void empty_cache() {
 #if defined(__linux__)
   LargeBlocks::instance().drop_idle();
+#endif
+}
+
+bool has_dot_bf16() {
+#if defined(__x86_64__)
+  static const bool has = [] {
+    const char* asked = std::getenv("TRAINWRIGHT_CPU_BF16");
+    const bool off = asked && !std::strcmp(asked, "fp32");
+    return isa() == Isa::avx512 && __builtin_cpu_supports("avx512bf16") && !off;
+  }();
+  return has;
+#else
+  return false;
 #endif
 }
 

@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "TRAINWRIGHT_BACKEND_<OP>": "backend of one op, e.g. TRAINWRIGHT_BACKEND_RMS_NORM",
     "TRAINWRIGHT_STRICT": "1: an automatic choice never ends at the torch reference",
     "TRAINWRIGHT_CPU_ISA": "base, avx2 or avx512: the most that the CPU kernels may use",
+    "TRAINWRIGHT_CPU_BF16": "fp32: bf16 products on the CPU are widened to fp32, though it multiplies bf16 in hardware",
     "TRITON_INTERPRET": "1, set before import: Triton kernels run in Python, on CPU tensors too",
     "CC": "C compiler that Triton builds its launchers with",
     "OMP_NUM_THREADS": "CPU threads of torch and of our kernels",

@@ -1,5 +1,9 @@
 """tw.matmul: one table of cases for every backend."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import trainwright as tw
@@ -95,6 +99,44 @@ def test_any_split_gives_the_exact_sum_of_integers(split_k, dtype):
         a, b = integers(B, M, K), integers(B, K, N)
         got = tw.matmul(a.to(dtype), b.to(dtype), split_k=split_k, backend="cpu")
         assert torch.equal(got, (a @ b).to(dtype))
+
+
+@pytest.mark.parametrize("K", [2, 64, 700, 1026, 513])
+def test_bf16_in_every_layout_is_exact_on_the_cpu(K):
+    """Where the CPU multiplies pairs of bf16, k goes two at a time through packing of its own; an odd K does not."""
+    for M, N in ((130, 90), (5, 33), (57, 16)):
+        a, b = integers(M, K).bfloat16(), integers(K, N).bfloat16()
+        spread = torch.zeros(M, 2 * K + 3, dtype=torch.bfloat16)[:, 1 : 2 * K : 2].copy_(a)
+        shifted = torch.zeros(M, K + 1, dtype=torch.bfloat16)[:, 1:].copy_(a)  # rows begin at any k
+        exact = a.double() @ b.double()
+        for x in (a, a.t().contiguous().t(), spread, shifted):
+            for y in (b, b.t().contiguous().t()):
+                got = tw.matmul(x, y, out_dtype=torch.float32, backend="cpu")
+                assert torch.equal(got.double(), exact)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX512-BF16")
+def test_bf16_instructions_can_be_turned_off():
+    """They lose subnormal operands, the fp32 path keeps them; otherwise both have the errors of fp32 sums."""
+    program = """
+import torch, trainwright as tw
+torch.manual_seed(0)
+a, b = torch.randn(40, 600).bfloat16(), torch.randn(600, 50).bfloat16()
+error = (tw.matmul(a, b, out_dtype=torch.float32, backend="cpu") - a.double() @ b.double()).abs().max()
+tiny = torch.full((1, 2), 2.0**-130).bfloat16()
+kept = tw.matmul(tiny, torch.full((2, 1), 2.0**20).bfloat16(), out_dtype=torch.float32, backend="cpu")
+print(error.item() < 1e-4, kept.item())
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRAINWRIGHT_CPU_ISA"}
+    for choice, expected in (("fp32", f"True {2.0**-109}"), ("", "True 0.0")):
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(
+            command,
+            env={**environment, "TRAINWRIGHT_CPU_BF16": choice},
+            capture_output=True,
+            text=True,
+        )
+        assert run.stdout.strip() == expected, run.stderr
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

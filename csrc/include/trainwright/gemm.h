@@ -13,7 +13,8 @@
 // them.
 //
 // Packing widens to the type of the sums, so that the micro-kernel is the same for every storage
-// type: a CPU without bf16 arithmetic runs bf16 at its fp32 rate. Every sum runs over k in
+// type: a CPU without bf16 arithmetic runs bf16 at its fp32 rate; for one with it see
+// trainwright/gemm_bf16.h. Every sum runs over k in
 // ascending order within a K block, and over the blocks in ascending order. So a result depends on
 // its row of A and its column of B alone: not on strides, M, N, the threads or the blocking above.
 //
@@ -249,6 +250,10 @@ MicroFn<S> micro_function(int64_t rows) {
   return micro_function<S>(rows, std::make_index_sequence<Gemm<S>::MR>{});
 }
 
+TW_END
+#include "trainwright/gemm_bf16.h"
+TW_BEGIN
+
 // ---- epilogue ---------------------------------------------------------------------------------
 
 // out = act(tile + bias) + residual, in S, rounded once to T; pre = tile + bias.
@@ -292,16 +297,33 @@ auto store_function(DType t, Activation activation) -> decltype(GemmStore<S>::ru
 template<class S>
 struct GemmCall {
   using G = Gemm<S>;
-  int64_t M, N, K;
+  int64_t M, N, K;  // K: steps of `step` k
   GemmOperand a, b;
   const GemmStore<S>& store;
   bool lower = false;
+  int64_t step = 1;
+  MicroFn<S> (*micro_for)(int64_t rows) = &micro_function<S>;
   PackFn<S> pack_a = pack_function<S, G::MR>(a.dtype), pack_b = pack_function<S, G::NR>(b.dtype);
   int64_t m_panels = (M + G::MR - 1) / G::MR, n_panels = (N + G::NR - 1) / G::NR;
 
-  static const void* at(const GemmOperand& o, int64_t p, int64_t k) {
+  const void* at(const GemmOperand& o, int64_t p, int64_t k) const {
     return static_cast<const char*>(o.data) +
-           (p * o.stride + k * o.k_stride) * dtype_bytes(o.dtype);
+           (p * o.stride + k * step * o.k_stride) * dtype_bytes(o.dtype);
+  }
+  // Pairs of k, where the CPU multiplies and adds them in one instruction.
+  void use_pairs() {
+#ifdef TW_DOT_BF16
+    if constexpr (sizeof(S) == 4) {
+      if (a.dtype != DType::bf16 || b.dtype != DType::bf16 || K % 2 || !has_dot_bf16()) return;
+      K /= 2;
+      step = 2;
+      pack_a = &pack_pairs<G::MR>;
+      pack_b = &pack_pairs<G::NR>;
+      micro_for = [](int64_t rows) {
+        return dot_function<G::MR, G::NR>(rows, std::make_index_sequence<G::MR>{});
+      };
+    }
+#endif
   }
   static int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
 
@@ -318,14 +340,14 @@ struct GemmCall {
   void block(int64_t m0, int64_t mp, int64_t n0, int64_t np, int64_t kc, const S* pa, const S* pb,
              S* tiles, bool first, bool last) const {
     alignas(64) S one[G::MR * G::NR];
-    const MicroFn<S> whole = micro_function<S>(G::MR);
+    const MicroFn<S> whole = micro_for(G::MR);
     for (int64_t j = 0; j < np; ++j) {
       const int64_t col = (n0 + j) * G::NR, cols = smaller(G::NR, N - col);
       const int64_t above = lower && col / G::MR > m0 ? col / G::MR - m0 : 0;
       for (int64_t i = above; i < mp; ++i) {
         const int64_t row = (m0 + i) * G::MR, rows = smaller(G::MR, M - row);
         S* tile = tiles ? tiles + (j * mp + i) * G::MR * G::NR : one;
-        const MicroFn<S> micro = rows == G::MR ? whole : micro_function<S>(rows);
+        const MicroFn<S> micro = rows == G::MR ? whole : micro_for(rows);
         if (last) store.prefetch(row, col, rows);
         micro(kc, pa + i * kc * G::MR, pb + j * kc * G::NR, tile, !first);
         if (last) store.run(store, tile, row, col, rows, cols);
@@ -430,7 +452,8 @@ template<class S>
 void Gemm<S>::run(int64_t M, int64_t N, int64_t K, GemmOperand a, GemmOperand b,
                   const GemmStore<S>& store, bool lower) {
   if (M == 0 || N == 0) return;
-  const GemmCall<S> call{M, N, K, a, b, store, lower};
+  GemmCall<S> call{M, N, K, a, b, store, lower};
+  call.use_pairs();
   if (K == 0)
     call.empty();
   else if (call.m_panels <= SKINNY_PANELS)
