@@ -142,6 +142,7 @@ def test_makespan_of_panels_is_the_closed_form():
 
 
 def test_overlap_never_takes_longer():
+    """But for a message: with uneven shards another order may suit the links better."""
     for sizes, costs in itertools.product(SIZES, [(1.0, 0.1, 2.0), (3.0, 0.0, 1.0)]):
         named = dict(zip(("per_cost", "per_message", "per_size"), costs))
         for make in (
@@ -151,7 +152,7 @@ def test_overlap_never_takes_longer():
             *reducing("ring"),
         ):
             serial = make(sizes, overlap=False).makespan(**named)
-            assert make(sizes).makespan(**named) <= serial + 1e-9
+            assert make(sizes).makespan(**named) <= serial + costs[1] + 1e-9
 
 
 # ---- mutations

@@ -29,7 +29,7 @@ def matmul_reduce_scatter_schedule(
     Args:
         sizes: rows that every rank keeps.
         columns: of the result; chunks: parts of them, at least 1.
-        overlap: False waits for each message before the next product.
+        overlap: False does all products before the first message.
         reduce: "ordered" or "ring".
         item_bytes, item_cost: of one element of a partial product, on its way and to compute.
     """
@@ -153,34 +153,53 @@ class _Plan:
 class _Ordered(_Plan):
     def actions(self) -> list[Action]:
         for chunk in range(self.chunks):
+            if not self.overlap:
+                self._serial(chunk)
+                continue
             for step in range(1, self.world):
                 self._contribute(chunk, step)
             if self.counts[self.me][chunk]:
                 self._product(self.me, chunk, f"part{self.me}.{chunk % 2}")
-            behind = chunk - 1 if self.overlap else chunk
-            if behind >= 0:
-                self._add(behind)
+            if chunk:
+                self._add(chunk - 1)
         if self.overlap:
             self._add(self.chunks - 1)
         return self._end()
 
+    def _serial(self, chunk: int) -> None:
+        """All products, then all messages, then the sum."""
+        others = range(1, self.world)
+        for step in others:
+            to = (self.me + step) % self.world
+            if self.counts[to][chunk]:
+                self._product(to, chunk, f"out.{step}")
+        if self.counts[self.me][chunk]:
+            self._product(self.me, chunk, f"part{self.me}.{chunk % 2}")
+        for step in others:
+            self._exchange(chunk, step, f"out.{step}")
+        while self.leaving:
+            self._wait(self.leaving.pop(0))
+        self._add(chunk)
+
     def _contribute(self, chunk: int, step: int) -> None:
         """The product for rank + step, sent, and a buffer for that of rank - step."""
-        me = self.me
-        source, to = (me - step) % self.world, (me + step) % self.world
+        to = (self.me + step) % self.world
+        out = ""
         if self.counts[to][chunk]:
             out = self._out()
             self._product(to, chunk, out)
+        self._exchange(chunk, step, out)
+
+    def _exchange(self, chunk: int, step: int, out: str) -> None:
+        me = self.me
+        source, to = (me - step) % self.world, (me + step) % self.world
         if size := self.counts[me][chunk] * self.item_bytes:
             part, content = f"part{source}.{chunk % 2}", f"p{source}>{me}.{chunk}"
             self._recv(self._tag(0, chunk, source, me), source, part, content, size)
-        if count := self.counts[to][chunk]:
+        if size := self.counts[to][chunk] * self.item_bytes:
             tag = self._tag(0, chunk, me, to)
-            self._send(tag, to, out, f"p{me}>{to}.{chunk}", count * self.item_bytes)
+            self._send(tag, to, out, f"p{me}>{to}.{chunk}", size)
             self.leaving.append(tag)
-        if not self.overlap:
-            while self.leaving:
-                self._wait(self.leaving.pop(0))
 
     def _add(self, chunk: int) -> None:
         """Add what arrived for a chunk, in the order of the ranks."""
@@ -215,6 +234,9 @@ class _Ring(_Plan):
                 for chunk in chunks
                 if self.counts[(self.me - 1 - step) % self.world][chunk]
             ]
+            for chunk, step in turns if not self.overlap else ():
+                target = (self.me - 1 - step) % self.world
+                self._product(target, chunk, f"product{target}")
             for number, turn in enumerate(turns):
                 self._expect(turn)
                 if self.overlap and number + 1 < len(turns):
@@ -238,13 +260,12 @@ class _Ring(_Plan):
         me, world = self.me, self.world
         target, left, right = (me - 1 - step) % world, (me - 1) % world, (me + 1) % world
         size = self.counts[target][chunk] * self.item_bytes
-        arrives = self._tag(0, chunk, left, target)
-        if step and not self.overlap:
-            self._wait(arrives)
-        self._product(target, chunk, "product")
-        if step and self.overlap:
-            self._wait(arrives)
-        reads = ("product", self.coming[chunk, step]) if step else ("product",)
+        product = "product" if self.overlap else f"product{target}"
+        if self.overlap:
+            self._product(target, chunk, product)
+        if step:
+            self._wait(self._tag(0, chunk, left, target))
+        reads = (product, self.coming[chunk, step]) if step else (product,)
         needs = (f"p{me}>{target}.{chunk}", f"q{left}>{target}.{chunk}")[: len(reads)]
         if target == me:
             self._result(chunk, reads, needs)

@@ -58,7 +58,8 @@ Place = Callable[[Action], Tensor]
 
 
 def perform(
-    schedule: Schedule, tensors: dict[str, Tensor], device: torch.device, links: Links, place: Place | None = None
+    schedule: Schedule, tensors: dict[str, Tensor], device: torch.device, links: Links, place: Place | None = None,
+    pauses: bool = False,
 ) -> Iterator[Action]:  # fmt: skip
     """Do this rank's actions in order; yield each compute where it stands, for the caller to do before it goes on.
 
@@ -72,14 +73,17 @@ def perform(
         device: of what is received.
         links: the way to the other ranks.
         place: gives the memory, as bytes, that a receive is to fill.
+        pauses: yield each wait too, just before it: all messages up to there are started, and it waits when it goes on.
     """
     # Not part of the generator: tags are given out in the order of the calls, not of the first steps.
-    return _steps(schedule, tensors, device, links, place, _tags_for(schedule, links.groups()))
+    return _steps(
+        schedule, tensors, device, links, place, pauses, _tags_for(schedule, links.groups())
+    )
 
 
 def _steps(
     schedule: Schedule, tensors: dict[str, Tensor], device: torch.device, links: Links, place: Place | None,
-    first: dict[dist.ProcessGroup, int],
+    pauses: bool, first: dict[dist.ProcessGroup, int],
 ) -> Iterator[Action]:  # fmt: skip
     flying: dict[int, list[dist.Work]] = {}  # by tag
     posted: list[Action] = []
@@ -95,6 +99,8 @@ def _steps(
         _start(posted, tensors, first, links, flying)
         posted = []
         if action.kind == "wait":
+            if pauses:
+                yield action
             for work in flying.pop(action.tag):
                 work.wait()
         else:

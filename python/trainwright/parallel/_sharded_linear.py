@@ -18,13 +18,12 @@ from torch import Tensor
 from trainwright.ops._library import acc_dtype
 from trainwright.ops.gemm import gemm, gemm_add_, gemm_out_
 from trainwright.parallel._exchange import (
-    AllReducedSum,
     How,
-    ScatteredSum,
     gathered_panels,
     gathered_rows,
     ordered_all_reduce,
 )
+from trainwright.parallel._partial_sums import AllReducedSum, ScatteredSum
 from trainwright.parallel._sizes import shard_slice
 
 Ranges = tuple[tuple[int, int], ...]  # by rank: first and end of the out_features that it holds

@@ -210,7 +210,7 @@ def _decide(
 def calibrate(
     group: Group = None, *, dtype: torch.dtype = torch.float32, device: Any = None, refresh: bool = False
 ) -> CostModel:  # fmt: skip
-    """The cost model of a group; measured if it was not before, by all its ranks together (some 50 ms).
+    """The cost model of a group; measured if it was not before, by all its ranks together (0.1 s or more).
 
     Args:
         group: process group; None is the default group.
@@ -253,11 +253,9 @@ def _measure(
     product_s = _slowest(_median(product, device, 5), group, device)
     if known is not None:  # of another dtype: the links are the same
         return replace(known, flops_per_s=flops / product_s)
-    latency_s = _slowest(_median(lambda: ring.send(1024), device, 15), group, device)
+    latency_s = _slowest(_median(lambda: ring.send(1024), device, 20, 4), group, device)
     size, message_s = 1 << 18, 0.0
-    while (
-        message_s < 0.02 and size < 1 << 23
-    ):  # all ranks see the same slowest time, so the same size
+    while message_s < 0.05 and size < 1 << 23:  # every rank sees the same time, so the same size
         size *= 2
         ring.send(size)  # uses up the credit of a link that was idle
         message = functools.partial(ring.send, size)
@@ -268,9 +266,9 @@ def _measure(
         for _ in range(products):
             product()
 
-    alone_s = _slowest(_median(work, device, 3), group, device)
-    both_s = _slowest(_median(lambda: ring.send(size, work), device, 3), group, device)
-    message_s = min(message_s, _slowest(_median(lambda: ring.send(size), device, 3), group, device))
+    alone_s = _slowest(_median(work, device, 5), group, device)
+    both_s = _slowest(_median(lambda: ring.send(size, work), device, 5), group, device)
+    message_s = _slowest(_median(lambda: ring.send(size), device, 5), group, device)
     hidden = (message_s + alone_s - both_s) / min(message_s, alone_s)
     model = CostModel(
         latency_s,
@@ -288,7 +286,10 @@ def _sample_product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[
     return lambda: gemm(a, b, None, None, 0, dtype, False), 2.0 * n**3
 
 
-def _median(function: Callable[[], object], device: torch.device, repeats: int) -> float:
+def _median(
+    function: Callable[[], object], device: torch.device, repeats: int, share: int = 2
+) -> float:
+    """Seconds of a call; the quantile 1 / share of all."""
     times = []
     function()
     for _ in range(repeats):
@@ -299,7 +300,7 @@ def _median(function: Callable[[], object], device: torch.device, repeats: int) 
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
-    return sorted(times)[repeats // 2]
+    return sorted(times)[repeats // share]
 
 
 def _slowest(seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:

@@ -252,6 +252,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
+    num_classes: int | None = None,
     group: Group = None,
 ) -> Tensor:
     """`trainwright.cross_entropy` of logits that are split over the classes, as a column-parallel head leaves them.
@@ -264,6 +265,8 @@ def vocab_parallel_cross_entropy(
         logits_shard: (..., V_r), this rank's classes; fp32, bf16, fp16 or fp64. Shards may differ in size, or be empty.
         target: (...), int64 or int32, the same on every rank: 0 <= target < V, or ignore_index.
         ignore_index, label_smoothing, z_loss, reduction: as in `trainwright.cross_entropy`.
+        num_classes: V, which the shards then have to add up to: logits that were gathered by mistake would count W
+            times.
         group: process group; None is the default group.
 
     Returns:
@@ -295,6 +298,9 @@ def vocab_parallel_cross_entropy(
     sizes = gather_sizes(logits_shard.shape[-1], group, logits_shard.device)
     if sum(sizes) == 0:
         raise value_error(op, "logits_shard", "at least one class on some rank", sizes)
+    if num_classes is not None and sum(sizes) != num_classes:
+        expected = f"shards of {num_classes} classes in all"
+        raise value_error(op, "logits_shard", expected, sizes)
     flat_target = target.reshape(-1).long().contiguous()
     check_targets(flat_target, sum(sizes), ignore_index, op)
     chosen = dispatch.resolve(
