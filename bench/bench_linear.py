@@ -68,10 +68,14 @@ SHAPES = [
     pytest.param((4096, 3072, 768), marks=pytest.mark.full),
     pytest.param((1, 4096, 4096), marks=pytest.mark.full),
     pytest.param((16, 4096, 4096), marks=pytest.mark.full),
+    pytest.param((64, 4096, 4096), marks=pytest.mark.full),
+    pytest.param((512, 512, 512), marks=pytest.mark.full),
+    pytest.param((2048, 2048, 2048), marks=pytest.mark.full),
 ]
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mode", ["fwd", "fwd+bwd"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear(compare, device, shape, mode, dtype):

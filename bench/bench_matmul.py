@@ -24,6 +24,7 @@ SHAPES = [  # a, b
     ((32, 65536), (65536, 32)),
     pytest.param(((2048, 2048), (2048, 2048)), marks=pytest.mark.full),
     pytest.param(((64, 4096), (4096, 4096)), marks=pytest.mark.full),
+    pytest.param(((4096, 3072), (3072, 768)), marks=pytest.mark.full),
 ]
 
 
