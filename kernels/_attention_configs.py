@@ -14,7 +14,8 @@ from trainwright.kernels._attention_tiles import ALIBI, BIAS, DROPOUT, SINKS, SO
 EXTRAS = sum(option.value for option in (SOFTCAP, ALIBI, BIAS, SINKS, DROPOUT))
 
 # (kernel, first architecture, bits of an element, padded head dim[, causal or not]): tile. "fwd+" and so on: for calls
-# with options of the score, which want registers. fp32 runs on FMA units; there dkv spills from a head dim of 256 on.
+# with options of the score, which want registers. fp32 runs on FMA units, whose operands are whole rows in registers:
+# there dk spills from a head dim of 256 on, in the smallest tile that tl.dot takes and also without dv.
 TILES = {
     ("fwd", 80, 16, 64): (128, 64, 4, 3),
     ("fwd", 80, 16, 128): (64, 64, 4, 2),

@@ -3,8 +3,8 @@
 The kernels stand in _attention_forward, _attention_dkv, _attention_dq (their formulas in _attention_backward) and
 _attention_bias; _attention_scores has the score and its options, _attention_tiles what they share. Blocks that every
 pair sees run in a loop without masks, which reads through tensor descriptors where it can (_attention_descriptors);
-only the blocks on the edge of the band compare. A kernel is launched a second
-time for the programs whose result was not finite (`FIX`); the others return at once.
+only the blocks on the edge of the band compare. A kernel is launched a second time for the programs whose result was
+not finite (`FIX`); the others return at once.
 FLOPs: forward 4 Tq Tk D per head, backward 2.5 times that (3.5 with the recomputation), halved if causal. Bound: tensor
 cores. Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills (tests/build/test_triton_aot.py).
 """

@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(BackwardTiles<HD, KEYS, TERMS>::kThreads,
     }
     commit_copies();
 
-    float x[MT][N / 8][4], y[MT][N / 8][4];
+    float x[MT][N / 8][4];
     clear(x);
     product_of_rows<T, HD, MT, N>(x, rows0, down, slot0, across);
     // With terms: the slope of each score, below 0 for a pair that is hidden, and whether it is dropped.
@@ -287,44 +287,54 @@ __global__ void __launch_bounds__(BackwardTiles<HD, KEYS, TERMS>::kThreads,
       }
     if constexpr (FIRST) {
       if (KEYS && SECOND && !a.dk.data) continue;
-      clear(y);
-      product_of_rows<T, HD, MT, N>(y, rows1, down, slot1, across);
+      // By queries with D = 64, half of the columns at a time: all of y beside x spills on sm_120.
+      constexpr int PARTS = HD == 64 && !KEYS && !TERMS ? 2 : 1, NY = N / PARTS;
 #pragma unroll
-      for (int j = 0; j < N / 8; ++j)
+      for (int part = 0; part < PARTS; ++part) {
+        const uint32_t first_row = part * NY * Tile<HD>::kPitch;
+        float y[MT][NY / 8][4];
+        clear(y);
+        product_of_rows<T, HD, MT, NY>(y, rows1, down, slot1 + first_row, across);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float delta = 0.0f;
-          if constexpr (KEYS) delta = column_stats[N + 8 * j + e];
+        for (int j = 0; j < NY / 8; ++j)
 #pragma unroll
-          for (int m = 0; m < MT; ++m)
+          for (int e = 0; e < 2; ++e) {
+            float delta = 0.0f;
+            if constexpr (KEYS) delta = column_stats[N + 8 * j + e];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const int r = 2 * half + e;
-              float dp = y[m][j][r];
-              if constexpr (TERMS) dp = is_dropped(m, j, r) ? 0.0f : dp * a.terms.keep;
-              y[m][j][r] = x[m][j][r] * (dp - (KEYS ? delta : row_delta[m][half]));
-            }
-        }
-      if constexpr (TERMS) {
-        Pairs<KEYS, MT, N>::for_each([&](int m, int j, int r) {
-          if (slope[m][j][r] < 0.0f) y[m][j][r] = 0.0f;
-        });
-        if (!KEYS && a.alibi) {
-          const auto pairs = pairs_here();
-          pairs.for_each([&](int m, int j, int r) {
-            row_alibi[m][r / 2] -=
-                y[m][j][r] * pairs.distance(pairs.query(m, j, r), pairs.key(m, j, r));
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const int r = 2 * half + e;
+                float dp = y[m][j][r];
+                if constexpr (TERMS) dp = is_dropped(m, j, r) ? 0.0f : dp * a.terms.keep;
+                y[m][j][r] =
+                    x[m][part * NY / 8 + j][r] * (dp - (KEYS ? delta : row_delta[m][half]));
+              }
+          }
+        if constexpr (TERMS) {
+          Pairs<KEYS, MT, N>::for_each([&](int m, int j, int r) {
+            if (slope[m][j][r] < 0.0f) y[m][j][r] = 0.0f;
+          });
+          if (!KEYS && a.alibi) {
+            const auto pairs = pairs_here();
+            pairs.for_each([&](int m, int j, int r) {
+              row_alibi[m][r / 2] -=
+                  y[m][j][r] * pairs.distance(pairs.query(m, j, r), pairs.key(m, j, r));
+            });
+          }
+          Pairs<KEYS, MT, N>::for_each([&](int m, int j, int r) {
+            if (slope[m][j][r] >= 0.0f) y[m][j][r] *= slope[m][j][r];
+          });
+        } else if (edge) {
+          for_hidden([&](int m, int j, int r) {
+            if (j / (NY / 8) == part) y[m][j % (NY / 8)][r] = 0.0f;
           });
         }
-        Pairs<KEYS, MT, N>::for_each([&](int m, int j, int r) {
-          if (slope[m][j][r] >= 0.0f) y[m][j][r] *= slope[m][j][r];
-        });
-      } else if (edge) {
-        for_hidden([&](int m, int j, int r) { y[m][j][r] = 0.0f; });
+        uint32_t ds[MT][NY / 16][4];
+        to_operands<T, MT, NY>(y, ds);
+        product_with<T, HD, MT, NY>(acc0, ds, slot0 + first_row, down);
       }
-      uint32_t ds[MT][N / 16][4];
-      to_operands<T, MT, N>(y, ds);
-      product_with<T, HD, MT, N>(acc0, ds, slot0, down);
     }
   }
 
