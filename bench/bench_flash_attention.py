@@ -1,5 +1,6 @@
 """tw.flash_attention against torch's scaled_dot_product_attention (fused), eager torch and Inductor."""
 
+import functools
 import math
 
 import pytest
@@ -62,4 +63,45 @@ def test_flash_attention(compare, device, shape, causal, mode, dtype):
         "flash_attention", mode, (1, T, H, D, "causal" if causal else "full"), dtype,
         calls_of(functions, inputs, mode), exact(bound(eager), inputs, mode),
         bytes_moved=tensors * inputs["q"].nbytes, flops=flops,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwd+bwd"])
+def test_flash_attention_fills_a_gpu(compare, device, mode):
+    if device.type != "cuda":
+        pytest.skip("enough work for a GPU")
+    B, T, H, D = 1, 4096, 16, 128
+    inputs = {n: torch.randn(B, T, H, D, device=device, dtype=torch.bfloat16) for n in "qkv"}
+    functions = {
+        "trainwright": functools.partial(tw.flash_attention, causal=True),
+        "trainwright triton": functools.partial(tw.flash_attention, causal=True, backend="triton"),
+        "torch fused": functools.partial(fused, causal=True),
+    }
+    flops = 2 * B * H * T * (T + 1) * D * (1.0 if mode == "fwd" else 3.5)
+    tensors = 4 if mode == "fwd" else 12
+    compare(
+        "flash_attention", mode, (B, T, H, D, "causal"), torch.bfloat16, calls_of(functions, inputs, mode),
+        exact(functools.partial(eager, causal=True), inputs, mode),
+        bytes_moved=tensors * inputs["q"].nbytes, flops=flops,
+    )  # fmt: skip
+
+
+def test_flash_attention_decodes(compare, device):
+    """One query against a cache of grouped heads: the bytes of k and v."""
+    B, T, H, G, D = 1, 8192, 32, 8, 128
+    shapes = {"q": (B, 1, H, D), "k": (B, T, G, D), "v": (B, T, G, D)}
+    inputs = {n: torch.randn(s, device=device, dtype=torch.bfloat16) for n, s in shapes.items()}
+
+    def grouped(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    def plain(q, k, v):
+        return eager(q, *(x.repeat_interleave(H // G, 2) for x in (k, v)), False)
+
+    functions = {"trainwright": tw.flash_attention, "torch fused": grouped, "torch eager": plain}
+    compare(
+        "flash_attention", "fwd", (B, 1, T, H, G, D, "decode"), torch.bfloat16,
+        calls_of(functions, inputs, "fwd"), exact(plain, inputs, "fwd"),
+        bytes_moved=sum(x.nbytes for x in inputs.values()), flops=4 * B * H * T * D,
     )  # fmt: skip

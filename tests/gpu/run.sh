@@ -58,9 +58,9 @@ step info 60 "$python" -m trainwright.info --check
 step ops 120 "$python" -m pytest tests/ops tests/optim -q -n 4 --dist worksteal --maxfail=40 $tables
 step virtual_gpu 60 "$python" -m pytest tests/gpu -q
 if [ $dry -eq 1 ]; then
-  step bench 120 "$python" -m bench grad_norm --quick --device cpu --seconds 0.1
+  step bench 120 "$python" -m bench grad_norm merge_attention --quick --device cpu --seconds 0.1
 else
-  step bench 85 "$python" -m bench rms_norm layer_norm cross_entropy rope glu flash_attention linear --quick --device cuda
+  step bench 85 "$python" -m bench rms_norm layer_norm cross_entropy rope glu flash_attention merge_attention linear --quick --device cuda
   # Each storage format of AdamW, and each other optimizer, at 512M parameters as a fraction of copy bandwidth; 1000 small
   # tensors beside one of their size.
   step bench_adamw 60 "$python" -m bench adamw --quick --device cuda
