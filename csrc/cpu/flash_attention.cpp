@@ -113,10 +113,11 @@ std::tuple<Tensor, Tensor> flash_attention_fwd_cpu(
   Tensor lse = empty({q.size(0), a.H, a.Tq}, q, acc);
   a.out = mutable_data(out), a.lse = mutable_data(lse);
 
-  // K and V are worth a copy if some head's keys are used by more than one task.
+  // K and V are worth a copy if some head's keys, more than one block, are used by several tasks.
   a.keys_in_place = rows_together(a.k, a.D, acc) && rows_together(a.v, a.Dv, acc);
   std::optional<Tensor> k_rows, v_rows;
-  if (!a.keys_in_place && a.H * count_blocks(a, kForwardLeastRows, false) > a.G * a.B) {
+  if (!a.keys_in_place && a.Tk > kForwardKeys &&
+      a.H * count_blocks(a, kForwardLeastRows, false) > a.G * a.B) {
     const int64_t rows = k.size(0) * a.Tk * a.G;
     k_rows = empty({rows, a.D}, q, acc), v_rows = empty({rows, a.Dv}, q, acc);
     a.k_rows = mutable_data(*k_rows), a.v_rows = mutable_data(*v_rows);

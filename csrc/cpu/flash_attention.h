@@ -46,6 +46,7 @@ struct FlashAttentionArgs {
   bool keys_in_place;
   void *k_rows, *v_rows;
   int32_t* copied;
+  int64_t call;       // number of the call
   int64_t task_rows;  // queries of a task; the kernel chooses
 
   // Backward only, from here. A gradient that is not needed is null; dq, dk, dv in q's dtype, the

@@ -382,6 +382,7 @@ void prepare(const FlashAttentionArgs& a, int64_t b, int64_t h, int64_t block, i
         *delta = share * whole - (dlse ? dlse[i] : A(0));
         dsink -= (A(1) - share) * whole;
         if (share * kept != A(1)) multiply(g, a.Dv, share * kept);
+        dout_finite = dout_finite && isfinite(share);  // NaN with lse or the sink
         // In two parts: one rounding of a large lse would be an error of every p of the row.
         const double exact = static_cast<double>(lse[i]) * (has_terms(a) ? 1.0 : base);
         row_max[i] = static_cast<A>(exact);

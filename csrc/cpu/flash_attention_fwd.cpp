@@ -9,8 +9,9 @@
 //
 // K and V are read in place if their rows lie together in the accumulator's type. Else they are
 // copied to such rows once for all tasks (in (B, T, H, D) rows are H D apart, which the caches' sets
-// do not take well): tasks too, before the others, which wait for the keys they need. The tasks of a
-// head follow each other, longest first. Every sum of a query runs over the same keys in the same order wherever blocks and threads
+// do not take well): tasks too, before the others, which wait for the keys they need. A single block
+// each thread copies for itself, rather than fetch it from another core. The tasks of a head follow
+// each other, longest first. Every sum of a query runs over the same keys in the same order wherever blocks and threads
 // begin: blocks of keys are counted from key 0 and panels from query 0.
 //
 // The options that change a score (softcap, bias, alibi, dropout) are one more pass over S', compiled
@@ -119,6 +120,14 @@ void online_softmax(A* s, int64_t keys, const A* top, A* m, A* l, A* alpha) {
   for (int i = 0; i < 2; ++i) vstore<A>(l + i * L, sum[i] + part[i]);
 }
 
+// The block of keys in this thread's tile, which often is that of its next task too.
+struct Loaded {
+  int64_t call, block;  // the call's number, from 1
+  bool v_finite;
+};
+thread_local Loaded loaded{};
+int64_t calls = 0;
+
 template<class A, bool TERMS>
 struct ForwardTask {
   static constexpr int L = lanes<A>;
@@ -175,11 +184,18 @@ struct ForwardTask {
       return {static_cast<const A*>(a.k_rows) + row * a.D,
               static_cast<const A*>(a.v_rows) + row * a.Dv, copies < kOdd};
     }
-    load_rows(t.k, a.D, a.k, a.k.at(s.batch, s.k_row + j0, g), j1 - j0, a.D);
-    bool v_finite = true;
-    if (!statistics)
-      v_finite = load_rows(t.v, a.Dv, a.v, a.v.at(s.batch, s.k_row + j0, g), j1 - j0, a.Dv);
-    return {t.k, t.v, v_finite};
+    if (statistics) {
+      load_rows(t.k, a.D, a.k, a.k.at(s.batch, s.k_row + j0, g), j1 - j0, a.D);
+      return {t.k, nullptr, true};
+    }
+    const int64_t block = table->number(s.index, a.G, g, j0 / BN);
+    if (loaded.call != a.call || loaded.block != block) {
+      const int64_t keys = min_of(j0 + BN, s.band.Tk) - j0;
+      load_rows(t.k, a.D, a.k, a.k.at(s.batch, s.k_row + j0, g), keys, a.D);
+      const bool finite = load_rows(t.v, a.Dv, a.v, a.v.at(s.batch, s.k_row + j0, g), keys, a.Dv);
+      loaded = {a.call, block, finite};
+    }
+    return {t.k, t.v, loaded.v_finite};
   }
 
   // All blocks of keys that a query of the task sees. statistics: only m and l, not O.
@@ -366,6 +382,7 @@ void forward(const FlashAttentionArgs& args) {
   a.copied = reinterpret_cast<int32_t*>(memory + 3 * (a.B + 1));
   memset(a.copied, 0, static_cast<size_t>(blocks) * sizeof(int32_t));
   const int64_t copies = a.k_rows ? pieces.total() * a.G : 0;
+  a.call = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
   const size_t bytes = ForwardTile<A>::size(a) * sizeof(A);
   parallel_dynamic(copies + q_table.total() * a.H, [&](int64_t task) {
     if (task < copies) return copy_keys<A>(a, pieces, k_table, task);

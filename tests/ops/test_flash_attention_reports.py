@@ -46,6 +46,33 @@ def test_nan_behind_a_bias_of_minus_inf_reaches_nothing(backend):
             torch.testing.assert_close(dirty, clean, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", backends_taking("sinks", among=FP32))
+@pytest.mark.parametrize("dirty", ["q", "k", "v", "dout", "dlse"])
+def test_nan_and_inf_reach_no_pair_that_a_mask_leaves_out(backend, dirty):
+    """Query or key 4 of 9 is bad; a window of three keys, so it meets queries 4 to 6 or keys 2 to 4 only."""
+    inputs = qkv(1, 9, 9, 2, 1, 8, 8) | {"sinks": torch.tensor([0.3, -1.0])}
+    inputs |= {"dout": torch.randn(1, 9, 2, 8), "dlse": torch.randn(1, 2, 9)}
+    rows, keys = [0, 1, 2, 3, 7, 8], [0, 1, 7, 8]
+    if dirty not in "kv":
+        rows, keys = [0, 1, 2, 3, 5, 6, 7, 8], [0, 1, 5, 6, 7, 8]
+    results = []
+    for bad in (0.0, NAN, INF):
+        x = {n: t.clone() for n, t in inputs.items()}
+        if dirty == "dlse":
+            x["dlse"][:, 0, 4] = bad
+        else:
+            x[dirty][:, 4, 0, 3] = bad
+        upstream = [x.pop("dout"), x.pop("dlse")]
+        leaves = {n: t.requires_grad_() for n, t in x.items()}
+        outs = with_lse(**leaves, causal=True, window=(2, 0), backend=backend)
+        dq, dk, dv, _ = torch.autograd.grad(outs, list(leaves.values()), upstream)
+        parts = (outs[0], rows), (outs[1].transpose(1, 2), rows), (dq, rows), (dk, keys), (dv, keys)
+        results.append([x.detach()[:, at] for x, at in parts])
+    for other in results[1:]:
+        for clean, got in zip(results[0], other):
+            torch.testing.assert_close(got, clean, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", backends_taking("bias", among=FP32_COMPILED))
 @pytest.mark.parametrize("shape", [(14, 20), (2, 1, 20), (1, 1, 14, 1), (20,), (1,)], ids=str)
 def test_only_the_bias_wants_a_gradient_and_broadcast_dims_are_summed(backend, shape):

@@ -158,3 +158,18 @@ def test_bad_arguments(changed, error, text):
     module = tw.nn.MultiheadAttention(E, HEADS)
     with pytest.raises(error, match=text):
         module(**{"query": X, "key": X, "value": X, **changed})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((10, 3), ValueError, "num_heads: expected a divisor of embed_dim, 10, got 3"),
+        ((0, 1), ValueError, "embed_dim: expected at least 1, got 0"),
+        (("8", 2), TypeError, "embed_dim: expected an int, got str"),
+        ((8, 2, 2.0), ValueError, r"dropout: expected a probability in \[0, 1\], got 2.0"),
+    ],
+    ids=str,
+)
+def test_a_bad_constructor_argument_is_named(arguments, error, text):
+    with pytest.raises(error, match=f"MultiheadAttention: {text}"):
+        tw.nn.MultiheadAttention(*arguments)

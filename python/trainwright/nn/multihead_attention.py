@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.errors import check_bool, check_tensor, type_error, value_error
+from trainwright.errors import (
+    check_bool,
+    check_int,
+    check_number,
+    check_tensor,
+    type_error,
+    value_error,
+)
 from trainwright.ops.flash_attention import flash_attention
 from trainwright.ops.linear import linear
 
@@ -29,6 +37,18 @@ class MultiheadAttention(nn.MultiheadAttention):
     >>> mha(x, x, x, need_weights=False)[0].shape
     torch.Size([1, 3, 8])
     """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, *arguments: Any, **options: Any
+    ) -> None:
+        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+            check_int(_OP, name, size, minimum=1)
+        if embed_dim % num_heads:
+            raise value_error(_OP, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
+        check_number(_OP, "dropout", dropout)
+        if not 0.0 <= dropout <= 1.0:
+            raise value_error(_OP, "dropout", "a probability in [0, 1]", dropout)
+        super().__init__(embed_dim, num_heads, dropout, *arguments, **options)
 
     def forward(
         self,

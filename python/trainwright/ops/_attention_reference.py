@@ -105,10 +105,21 @@ def _sum_groups(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _masked_matmul(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
-    """a @ b for an `a` that is 0 where not seen: an inf or NaN of b only reaches the rows that see it."""
+    """a @ b over the terms that are seen; `a` is 0 elsewhere, where b may be NaN or inf: 0 times those is not 0."""
     odd = ~torch.isfinite(b)
-    hit = seen.to(a.dtype) @ odd.to(a.dtype) > 0
-    return torch.where(hit, a @ b, a @ b.masked_fill(odd, 0.0))
+    if b.device.type == "cpu" and not odd.any():  # on a GPU that would wait for it
+        return a @ b
+
+    def meets(terms: Tensor, values: Tensor) -> Tensor:
+        return terms.to(a.dtype) @ values.to(a.dtype) > 0
+
+    plus, minus = b == math.inf, b == -math.inf
+    up = meets(a > 0, plus) | meets(a < 0, minus)
+    down = meets(a > 0, minus) | meets(a < 0, plus)
+    nothing = meets(seen, b.isnan()) | meets(seen & ((a == 0) | a.isnan()), plus | minus)
+    result = a @ b.masked_fill(odd, 0.0)
+    result = result.masked_fill(up, math.inf).masked_fill(down, -math.inf)
+    return result.masked_fill(nothing | (up & down), math.nan)
 
 
 class _Probabilities(NamedTuple):
@@ -118,6 +129,11 @@ class _Probabilities(NamedTuple):
     slope: Tensor | float  # derivative of the capped score
     keep: Tensor | float  # dropout
     share: Tensor | float  # (B, H, Tq, 1): what the sink leaves
+
+    @property
+    def weights(self) -> Tensor:
+        """Of v: 0 where not seen, also in a row whose share is NaN."""
+        return (self.p * self.keep * self.share).masked_fill(~self.seen, 0.0)
 
 
 def _probabilities(q: Tensor, k: Tensor, o: Options) -> _Probabilities:
@@ -145,7 +161,7 @@ def _probabilities(q: Tensor, k: Tensor, o: Options) -> _Probabilities:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
     x = _probabilities(q, k, o)
-    out = _masked_matmul(x.p * x.keep * x.share, by_head(v, q.shape[2]), x.seen)
+    out = _masked_matmul(x.weights, by_head(v, q.shape[2]), x.seen)
     return out.transpose(1, 2).to(q.dtype), x.lse
 
 
@@ -169,8 +185,7 @@ def _backward(
     if need[1]:
         grads[1] = _sum_groups(_masked_matmul(dqk.transpose(-1, -2), by_head(q, H), seen_t), k)
     if need[2]:
-        p_t = (x.p * x.keep * x.share).transpose(-1, -2)
-        grads[2] = _sum_groups(_masked_matmul(p_t, g, seen_t), v)
+        grads[2] = _sum_groups(_masked_matmul(x.weights.transpose(-1, -2), g, seen_t), v)
     if need[3]:
         grads[3] = -(ds * alibi_distance(q, k)).sum((2, 3))
     if need[4]:
