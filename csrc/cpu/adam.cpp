@@ -15,8 +15,8 @@ TW_BEGIN
 namespace {
 
 struct AdamRule : Adam {
-  template<class A, class S, class P, class G, class T>
-  static void run(const S& s, int flags, int64_t n, P p, G g, const T* states) {
+  template<class A, class S, class P, class G, class States>
+  static void run(const S& s, int flags, int64_t n, P p, G g, const States& states) {
     adam_run<A>(s.adamw, flags, n, p, g, states,
                 [s](auto x, auto grad) { return adam_gradient(x, grad, s); });
   }

@@ -11,12 +11,12 @@ TW_BEGIN
 namespace {
 
 // gradient(p, grad) returns the finished gradient.
-template<bool kAmsgrad, class A, class P, class G, class T, class Gradient>
-void adam_run(const AdamWScalars<A>& scalars, int64_t n, P p, G g, const T* states,
+template<bool kAmsgrad, class A, class P, class G, class States, class Gradient>
+void adam_run(const AdamWScalars<A>& scalars, int64_t n, P p, G g, const States& states,
               Gradient gradient) {
   // Everything by value: what a store may reach would be loaded again after it.
-  const auto front = [=, s = scalars, sm = states[0], sv = states[1], sh = states[2]](int64_t i,
-                                                                                      auto k) {
+  const auto front = [=, s = scalars, sm = state<0>(states), sv = state<1>(states),
+                      sh = state<2>(states)](int64_t i, auto k) {
     auto m = vload<A>(sm + i, k), v = vload<A>(sv + i, k);
     auto grad = vload<A>(g + i, k), x = vload<A>(p + i, k), h = v, root = v;
     if constexpr (kAmsgrad) h = vload<A>(sh + i, k);
@@ -40,10 +40,10 @@ void adam_run(const AdamWScalars<A>& scalars, int64_t n, P p, G g, const T* stat
          root);
     vstore<A>(p + i, x, k);
   };
-  for_operands_in_halves<A, P, G, T>(n, front, back);
+  for_operands_in_halves<A, P, G, decltype(state<0>(states))>(n, front, back);
 }
-template<class A, class P, class G, class T, class Gradient>
-void adam_run(const AdamWScalars<A>& s, int flags, int64_t n, P p, G g, const T* states,
+template<class A, class P, class G, class States, class Gradient>
+void adam_run(const AdamWScalars<A>& s, int flags, int64_t n, P p, G g, const States& states,
               Gradient gradient) {
   flags & 1 ? adam_run<true, A>(s, n, p, g, states, gradient)
             : adam_run<false, A>(s, n, p, g, states, gradient);

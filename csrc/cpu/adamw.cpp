@@ -18,8 +18,8 @@ TW_BEGIN
 namespace {
 
 struct AdamWRule : AdamW {
-  template<class A, class S, class P, class G, class T>
-  static void run(const S& s, int flags, int64_t n, P p, G g, const T* states) {
+  template<class A, class S, class P, class G, class States>
+  static void run(const S& s, int flags, int64_t n, P p, G g, const States& states) {
     adam_run<A>(s, flags, n, p, g, states,
                 [m = s.multiplier](auto, auto grad) { return grad * m; });
   }

@@ -15,9 +15,10 @@ TW_BEGIN
 namespace {
 
 struct LionRule : Lion {
-  template<class A, class S, class P, class G, class T>
-  static void run(const S& s, int, int64_t n, P p, G g, const T* states) {
-    for_operands<A, P, G, T>(n, [=, sm = states[0]](int64_t i, auto k) {
+  template<class A, class S, class P, class G, class States>
+  static void run(const S& s, int, int64_t n, P p, G g, const States& states) {
+    auto sm = state<0>(states);
+    for_operands<A, P, G, decltype(sm)>(n, [=](int64_t i, auto k) {
       auto x = vload<A>(p + i, k), grad = vload<A>(g + i, k), m = vload<A>(sm + i, k);
       each([s](auto& x, auto& grad, auto& m) { x = lion_update(x, grad, m, s); }, x, grad, m);
       vstore<A>(p + i, x, k);

@@ -9,9 +9,9 @@
 // of contiguous bf16 parameters need no buffers: the update loop converts in registers (`direct`).
 //
 // An op is a Rule, the struct of its header (trainwright/optimizer.h) and
-//   template<class A, class S, class P, class G, class T>
-//   static void run(const S& scalars, int flags, int64_t n, P p, G g, const T* states)
-//                                                updates p and the states; one that is missing is null
+//   template<class A, class S, class P, class G, class States>
+//   static void run(const S& scalars, int flags, int64_t n, P p, G g, const States& states)
+//                                  updates p and state<I>(states); a state that is missing is null
 #pragma once
 #include "cpu/kernel.h"
 #include "trainwright/blocks.h"
@@ -43,9 +43,7 @@ struct OptimizerArgs {
 }  // namespace tw
 
 #ifdef TW_CPU_ISA
-#include <utility>
-
-#include "cpu/optimizer_formats.h"
+#include "cpu/state_codes.h"
 
 TW_BEGIN
 namespace {
@@ -254,6 +252,11 @@ auto scalars_of(const OptimizerRow& r) {
   return Rule::template scalars<A>(r.hyper, r.step, multiplier);
 }
 
+template<int I, class T>
+T state(const T* states) {
+  return states[I];
+}
+
 // Whether the update loop itself reads and writes the parameter and the gradient in their formats,
 // which takes no buffers: contiguous and rounded to nearest, both bf16, or both fp32 with 8-bit states.
 inline bool direct(const OptimizerRow& r) {
@@ -294,61 +297,88 @@ void direct_block(const OptimizerRow& r, const S& scalars, int64_t begin, int64_
   });
 }
 
-// Calls f(the number of a state, as a type) for the states that a tensor has.
-template<class Rule, class F, int... I>
-void for_states(int flags, F&& f, std::integer_sequence<int, I...>) {
-  ((Rule::info.has(I, flags) ? f(std::integral_constant<int, I>{}) : void()), ...);
-}
-template<class Rule, class F>
-void for_states(int flags, F&& f) {
-  for_states<Rule>(flags, f, std::make_integer_sequence<int, Rule::info.states>{});
-}
-// 8-bit states of whole blocks. A run of codes is decoded, the update made, and a run of the block before
-// encoded: the roots and quotients of the update leave most of the processor to the conversions.
-template<class Rule, class S, class P, class G>
-void direct_blocks8(const OptimizerRow& r, const S& scalars, int64_t begin, int64_t end, P p, G g) {
-  constexpr bool pairs = in_pairs<P>;
-  constexpr int kStates = Rule::info.states;
-  using State = std::conditional_t<pairs, PairedFloats, float*>;
-  alignas(64) float values[2][kStates][kStateBlock];
-  uint8_t* codes[kStates] = {};
-  float* scales[kStates] = {};
-  float inverse[kStates] = {};
-  const int flags = r.spec.flags;
-  for_states<Rule>(flags, [&](auto s) {
-    codes[s] = static_cast<uint8_t*>(r.state[s]);
-    scales[s] = r.scale[s];
-  });
-  const auto encode = [&](auto s, const float* x, int64_t i) {
-    encode_codes<Rule::info.state[s].is_signed, pairs>(x, inverse[s], codes[s] + i);
-  };
-  int now = 0;
-  for (int64_t i = begin; i < end; i += kStateBlock, now ^= 1) {
-    float unit[kStates] = {};
-    State states[kMaxStates] = {};
-    for_states<Rule>(flags, [&](auto s) { unit[s] = block8_unit(scales[s][i / kStateBlock]); });
-    for (int64_t j = 0; j < kStateBlock; j += kCodeRun) {
-      for_states<Rule>(flags, [&](auto s) {
-        float* x = values[now][s] + j;
-        decode_codes<Rule::info.state[s].is_signed, pairs>(codes[s] + i + j, unit[s], x);
-        states[s] = State{x};
-      });
-      Rule::template run<float>(scalars, flags, kCodeRun, p + (i + j), g + (i + j), states);
-      if (i > begin)
-        for_states<Rule>(flags,
-                         [&](auto s) { encode(s, values[now ^ 1][s] + j, i + j - kStateBlock); });
-    }
-    for_states<Rule>(flags, [&](auto s) {
-      const float scale = block8_scale(bits_float(largest_bits(values[now][s], kStateBlock)));
-      inverse[s] = block8_inverse(scale);
-      scales[s][i / kStateBlock] = scale;
+// The 8-bit states of a block of one tensor.
+template<class Rule, bool kInterleaved>
+class CodedBlock {
+ public:
+  static constexpr int kStates = Rule::info.states;
+  template<int I>
+  using State = StateCodes<Rule::info.state[I].is_signed, kInterleaved>;
+
+  explicit CodedBlock(const OptimizerRow& r) : r_(r) {}
+
+  // From the block of codes at `begin`. Until it is closed, the block before has no more than values.
+  void open(int64_t begin) {
+    begin_ = begin;
+    each([&](auto i) {
+      State<i>& s = std::get<i>(states_);
+      uint8_t* codes = static_cast<uint8_t*>(r_.state[i]) + begin;
+      const bool first = s.codes == nullptr;
+      s.before = values_[now_ ^ 1][i];
+      s.codes_before = first ? nowhere_ : codes - kStateBlock;
+      s.inverse = first ? 0.f : block8_inverse(scale_[i]);
+      s.codes = codes;
+      s.unit = block8_unit(r_.scale[i][begin / kStateBlock]);
+      s.values = values_[now_][i];
     });
   }
-  if (begin < end)
-    for_states<Rule>(flags, [&](auto s) {
-      for (int64_t j = 0; j < kStateBlock; j += kCodeRun)
-        encode(s, values[now ^ 1][s] + j, end - kStateBlock + j);
+  void close() {
+    each([&](auto i) {
+      const State<i>& s = std::get<i>(states_);
+      if (scale_[i] != scale_[i])
+        encode_block<Rule::info.state[i].is_signed, kInterleaved>(s.before, 0.f, s.codes_before);
+      r_.scale[i][begin_ / kStateBlock] = scale_[i] = scale_of(s.values, kStateBlock);
     });
+    now_ ^= 1;
+  }
+  void close_last() {
+    each([&](auto i) {
+      encode_block<Rule::info.state[i].is_signed, kInterleaved>(
+          values_[now_ ^ 1][i], block8_inverse(scale_[i]),
+          static_cast<uint8_t*>(r_.state[i]) + begin_);
+    });
+  }
+  template<int I>
+  State<I> state() const {
+    return std::get<I>(states_);
+  }
+
+ private:
+  template<class F, int... I>
+  void each(F&& f, std::integer_sequence<int, I...>) {
+    ((Rule::info.has(I, r_.spec.flags) ? f(std::integral_constant<int, I>{}) : void()), ...);
+  }
+  template<class F>
+  void each(F&& f) {
+    each(f, std::make_integer_sequence<int, kStates>{});
+  }
+  template<int... I>
+  static std::tuple<State<I>...> none(std::integer_sequence<int, I...>);
+
+  const OptimizerRow& r_;
+  decltype(none(std::make_integer_sequence<int, kStates>{})) states_ = {};
+  int64_t begin_ = 0;
+  int now_ = 0;
+  float scale_[kStates] = {};
+  alignas(64) float values_[2][kStates][kStateBlock] = {};
+  uint8_t nowhere_[kStateBlock];
+};
+template<int I, class Rule, bool kInterleaved>
+auto state(const CodedBlock<Rule, kInterleaved>& block) {
+  return block.template state<I>();
+}
+
+// 8-bit states of whole blocks.
+template<class Rule, bool kInterleaved, class S, class P, class G>
+void direct_blocks8(const OptimizerRow& r, const S& scalars, int64_t begin, int64_t end, P p, G g) {
+  if (begin == end) return;
+  CodedBlock<Rule, kInterleaved> block(r);
+  for (int64_t i = begin; i < end; i += kStateBlock) {
+    block.open(i);
+    Rule::template run<float>(scalars, r.spec.flags, kStateBlock, p + i, g + i, block);
+    block.close();
+  }
+  block.close_last();
 }
 
 template<class Rule, class A>
@@ -361,8 +391,13 @@ void optimizer_block(const OptimizerArgs& a, const OptimizerRow& r, int64_t begi
       if (r.spec.state == StateFormat::full)
         return direct_block<Rule, float>(r, scalars, begin, end);
       const int64_t whole = begin + (end - begin) / kStateBlock * kStateBlock;
-      with_direct_operands(
-          r, [&](auto p, auto g) { direct_blocks8<Rule>(r, scalars, begin, whole, p, g); });
+      with_direct_operands(r, [&](auto p, auto g) {
+        if constexpr (in_pairs<decltype(p)>)
+          direct_blocks8<Rule, true>(r, scalars, begin, whole, p, g);
+        else
+          direct_blocks8<Rule, false>(r, scalars, begin, whole, InOrder<decltype(p)>{p},
+                                      InOrder<decltype(g)>{g});
+      });
       begin = whole;
     }
   }

@@ -15,11 +15,11 @@ TW_BEGIN
 namespace {
 
 struct SgdRule : Sgd {
-  template<class A, class S, class P, class G, class T>
-  static void run(const S& s, int, int64_t n, P p, G g, const T* states) {
-    const T buffer = states[0];
+  template<class A, class S, class P, class G, class States>
+  static void run(const S& s, int, int64_t n, P p, G g, const States& states) {
+    auto buffer = state<0>(states);
     if (buffer)
-      for_operands<A, P, G, T>(n, [=](int64_t i, auto k) {
+      for_operands<A, P, G, decltype(buffer)>(n, [=](int64_t i, auto k) {
         auto x = vload<A>(p + i, k), grad = vload<A>(g + i, k), b = vload<A>(buffer + i, k);
         each([s](auto& x, auto& grad, auto& b) { x = sgd_update(x, grad, b, s); }, x, grad, b);
         vstore<A>(p + i, x, k);

@@ -57,6 +57,9 @@ TW_HD float to_value(uint32_t u) { return static_cast<float>(static_cast<int32_t
 TW_HD int32_t nearest(float x) {
   return static_cast<int32_t>(float_bits(x + 12582912.f) - 0x4b400000u);
 }
+TW_HD int32_t with_sign(int32_t magnitude, float x) {  // of NaN and -0 too
+  return float_bits(x) >> 31 ? -magnitude : magnitude;
+}
 template<class U>
 TW_HD U larger(U a, U b) {
   return a > b ? a : b;
@@ -77,6 +80,13 @@ TW_HD vi nearest(vf x) {
   return (vi)_mm256_cvtps_epi32((__m256)x);
 #else
   return (vi)((vu)(x + 12582912.f) - 0x4b400000u);
+#endif
+}
+TW_HD vi with_sign(vi magnitude, vf x) {
+#if TW_VEC_BYTES == 32
+  return (vi)_mm256_sign_epi32((__m256i)magnitude, (__m256i)x);  // a magnitude of x = 0 is 0
+#else
+  return (vi)x < 0 ? -magnitude : magnitude;
 #endif
 }
 TW_HD vu larger(vu a, uint32_t b) { return larger(a, vu{} + b); }
@@ -193,20 +203,22 @@ TW_HD V block8_stochastic(V y, V w, U noise, Inverse&& inverse_root) {
   return low + (to_value(noise) * (b - a) < (y - a) * 65536.f ? one : V{});
 }
 
-// The code as a whole number, int32_t or a vector. noise: 16 random bits, used if kStochastic.
-template<bool kStochastic, class V, class U>
+// The code as a whole number, int32_t or a vector. noise: 16 random bits, used if kStochastic. kFinite: of
+// a block that has codes, where nothing is far above kBlock8Full.
+template<bool kStochastic, bool kFinite = false, class V, class U>
 TW_HD auto block8_signed_code(V x, float inverse, U noise) {
-  const auto sign = as_bits(x) & 0x80000000u;  // not that of inf * 0
-  // Bits are ordered like the floats, with NaN on top.
-  const auto y = smaller(as_bits(x * inverse) & 0x7fffffffu, kBlock8FullBits);
+  auto y = as_bits(x * inverse) & 0x7fffffffu;
+  if constexpr (!kFinite)
+    y = smaller(y, kBlock8FullBits);  // bits are ordered like floats, NaN on top
   V w = as_float((y >> 1) + kSignedRoot);
   if constexpr (kStochastic)
     w = block8_stochastic(as_float(y), w, noise, [](V c) { return block8_signed_inverse_root(c); });
-  return nearest(as_float(as_bits(w) | sign));
+  return with_sign(nearest(w), x);
 }
-template<bool kStochastic, class V, class U>
+template<bool kStochastic, bool kFinite = false, class V, class U>
 TW_HD auto block8_unsigned_code(V x, float inverse, U noise) {
-  const auto y = smaller(as_bits(x * inverse), kBlock8FullBits);
+  auto y = as_bits(x * inverse);
+  if constexpr (!kFinite) y = smaller(y, kBlock8FullBits);
   V w = as_float((y >> 2) + kUnsignedRoot);
   if constexpr (kStochastic)
     w = block8_stochastic(as_float(y), w, noise,

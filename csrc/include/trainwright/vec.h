@@ -250,12 +250,15 @@ template<>
 inline constexpr bool in_pairs<bf16*> = true;
 template<>
 inline constexpr bool in_pairs<const bf16*> = true;
+template<class P>
+inline constexpr bool only_in_pairs = false;  // of a size that is whole pairs
 template<class A, class... P, class F>
 TW_HD void for_operands(int64_t size, F&& body) {
   int64_t done = 0;
   if constexpr (sizeof(A) == 4 && (in_pairs<P> && ...))
     for (; done + 2 * lanes<A> <= size; done += 2 * lanes<A>) body(done, Pairs{});
-  for_lanes<A>(size - done, [&](int64_t i, auto k) { body(done + i, k); });
+  if constexpr (!(only_in_pairs<P> || ...))
+    for_lanes<A>(size - done, [&](int64_t i, auto k) { body(done + i, k); });
 }
 
 // The same for a body in two halves: back(i, k, front(i, k)), of which the second runs when the first of
@@ -275,8 +278,10 @@ TW_HD void for_operands_in_halves(int64_t size, Front&& front, Back&& back) {
     back(done - width, k, carried);
   };
   if constexpr (sizeof(A) == 4 && (in_pairs<P> && ...)) whole(Pairs{}, 2 * lanes<A>);
-  whole(Full{}, lanes<A>);
-  if (done < size) back(done, size - done, front(done, size - done));
+  if constexpr (!(only_in_pairs<P> || ...)) {
+    whole(Full{}, lanes<A>);
+    if (done < size) back(done, size - done, front(done, size - done));
+  }
 }
 
 // x with the lanes past the tail replaced by `fill`.
