@@ -197,6 +197,29 @@ def parallel_close(kind: str, got: Any, want: Any) -> bool:
     return bool(((got == want) | ((got - want).abs() <= relative * want.abs() + absolute)).all())
 
 
+# Optimizers after a few steps, against another way to the same answer: (relative, absolute).
+OPTIMIZER_ERROR = {
+    # torch's Muon orthogonalises in bf16, and ours on the CPU in fp32.
+    "torch's Muon, float32 parameters": (1e-2, 5e-3),
+    "torch's Muon, bfloat16 parameters": (1e-2, 0.05),
+    "torch's Muon, float32 momentum": (1e-2, 1e-6),
+    "torch's Muon, bfloat16 momentum": (1e-2, 0.02),
+    "fp64 Muon": (1e-5, 1e-5),
+    "clipped before the step": (1e-6, 1e-6),
+    "scaled loss": (1e-6, 1e-6),
+    "gradient norm": (1e-6, 0.0),
+    "step of half the rate": (1e-5, 0.0),
+    "8-bit momentum, movement": (0.05, 0.0),  # in norm
+}
+
+
+def optimizer_close(kind: str, got: Any, want: Any) -> bool:
+    """Whether got is near want everywhere, by OPTIMIZER_ERROR[kind]."""
+    relative, absolute = OPTIMIZER_ERROR[kind]
+    got, want = (torch.as_tensor(x).detach().double() for x in (got, want))
+    return bool(((got == want) | ((got - want).abs() <= relative * want.abs() + absolute)).all())
+
+
 def check_mean_error(
     op: Callable[..., Any], reference: Callable[..., Any], draws: list[Inputs], options: dict[str, Any], *, backend: str
 ) -> None:  # fmt: skip

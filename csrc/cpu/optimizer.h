@@ -386,18 +386,19 @@ void optimizer_block(const OptimizerArgs& a, const OptimizerRow& r, int64_t begi
   const auto scalars = scalars_of<Rule, A>(r);
   if constexpr (sizeof(A) == 4) {
     if (!a.lost && direct(r)) {
+      if (Rule::info.states == 0 || r.spec.state == StateFormat::full)
+        return direct_block<Rule, float>(r, scalars, begin, end);
       if (r.spec.state == StateFormat::bf16)
         return direct_block<Rule, bf16>(r, scalars, begin, end);
-      if (r.spec.state == StateFormat::full)
-        return direct_block<Rule, float>(r, scalars, begin, end);
       const int64_t whole = begin + (end - begin) / kStateBlock * kStateBlock;
-      with_direct_operands(r, [&](auto p, auto g) {
-        if constexpr (in_pairs<decltype(p)>)
-          direct_blocks8<Rule, true>(r, scalars, begin, whole, p, g);
-        else
-          direct_blocks8<Rule, false>(r, scalars, begin, whole, InOrder<decltype(p)>{p},
-                                      InOrder<decltype(g)>{g});
-      });
+      if constexpr (Rule::info.states > 0)
+        with_direct_operands(r, [&](auto p, auto g) {
+          if constexpr (in_pairs<decltype(p)>)
+            direct_blocks8<Rule, true>(r, scalars, begin, whole, p, g);
+          else
+            direct_blocks8<Rule, false>(r, scalars, begin, whole, InOrder<decltype(p)>{p},
+                                        InOrder<decltype(g)>{g});
+        });
       begin = whole;
     }
   }

@@ -26,7 +26,7 @@ struct SgdRule : Sgd {
         vstore<A>(buffer + i, b, k);
       });
     else
-      for_operands<A, P, G>(n, [=](int64_t i, auto k) {
+      for_operands<A, P, G, decltype(buffer)>(n, [=](int64_t i, auto k) {
         auto x = vload<A>(p + i, k), grad = vload<A>(g + i, k);
         each([s](auto& x, auto& grad) { x = sgd_update(x, grad, s); }, x, grad);
         vstore<A>(p + i, x, k);

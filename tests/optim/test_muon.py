@@ -7,11 +7,19 @@ import sys
 import pytest
 import torch
 import trainwright as tw
-from numerics import backends_for_tests, check_opcheck, interpreted, same_bits
+from numerics import (
+    backends_for_tests,
+    check_opcheck,
+    interpreted,
+    optimizer_close,
+    same_bits,
+)
 from torch.testing._internal.common_optimizers import (
     optim_error_inputs_func_muon,
     optim_inputs_func_muon,
 )
+from trainwright.ops import _optimizer_formats as formats
+from trainwright.ops._optimizer import Spec, pack_spec
 
 from optim.cases import DTYPES, layouts
 from optim.muon_cases import Oracle, both_ways, leaf, set_grad, train
@@ -165,29 +173,104 @@ def test_same_bits_for_any_thread_count_and_repeat():
     assert all(same_bits(a, b) for r in results for a, b in zip(r, results[0]))
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "torch"])
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_passes_over_elements_have_the_bits_of_the_reference(dtype, state, backend):
+def stored(dtype, master, state):
+    """A parameter's masters and states in these formats, of random values."""
     shapes = [(3, 700), (5, 5), (70, 33)]
-    for momentum, nesterov in ((0.95, 1.0), (0.3, 1.0), (0.9, 0.0)):
-        hyper = torch.tensor([[0.07, 0.3, momentum, nesterov]], dtype=torch.float64)
-        control = torch.tensor([0.37, 0.0], dtype=torch.float64)
-        grads = [torch.randn(s).to(dtype) for s in shapes]
-        start = [torch.randn(s) for s in shapes]
+    exact, momenta = ([torch.randn(s) for s in shapes] for _ in range(2))
+    params, masters, states = [x.to(dtype) for x in exact], [], []
+    if master == formats.FP32_MASTER:
+        masters = [x.clone() for x in exact]
+    elif master == formats.SPLIT16_MASTER:
+        params, masters = map(list, zip(*map(formats.split16, exact)))
+    for m in momenta:
+        if state == formats.INT8_STATE:
+            states += formats.int8_encode(m, True, None)
+        else:
+            states.append(m.to(torch.bfloat16) if state == formats.BF16_STATE else m)
+    return params, masters, states
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "torch"])
+@pytest.mark.parametrize(
+    ("dtype", "master", "state", "stochastic"),
+    [
+        (torch.float32, formats.NO_MASTER, formats.FULL_STATE, False),
+        (torch.float32, formats.NO_MASTER, formats.INT8_STATE, True),
+        (torch.bfloat16, formats.FP32_MASTER, formats.BF16_STATE, False),
+        (torch.bfloat16, formats.SPLIT16_MASTER, formats.INT8_STATE, False),
+        (torch.bfloat16, formats.NO_MASTER, formats.BF16_STATE, True),
+        (torch.float16, formats.NO_MASTER, formats.FULL_STATE, True),
+    ],
+    ids=str,
+)
+def test_the_passes_over_elements_have_the_bits_of_the_reference(
+    dtype, master, state, stochastic, backend
+):
+    control = torch.tensor([0.37, 0.0], dtype=torch.float64)
+    for momentum, nesterov in ((0.95, 1.0), (0.3, 0.0)):
+        blend = torch.tensor([[momentum, nesterov, 0.0]], dtype=torch.float64)
+        rates = torch.tensor([[0.07, 0.3, 1.3, 0.0]], dtype=torch.float64)
         results = []
         for name in (backend, "torch"):
-            buffers, updates = (
-                [x.to(state, copy=True) for x in start],
-                [torch.empty(s) for s in shapes],
+            torch.manual_seed(0)
+            params, masters, states = stored(dtype, master, state)
+            grads = [torch.randn(p.shape).to(dtype) for p in params]
+            updates = [torch.zeros(p.shape) for p in params]
+            steps = [torch.full((), 3.0, dtype=torch.float64) for _ in params]
+            first = pack_spec(Spec(0, 0, stochastic, state))
+            OP.MOMENTUM_PASS[name](
+                updates, grads, [], states, steps, [first] * 3, [0] * 3, blend, control, 5, None
             )
-            OP.MOMENTUM_PASS[name](grads, buffers, updates, [0] * 3, hyper, control)
-            params = [x.to(dtype, copy=True) for x in start]
-            masters = [x.clone() for x in start] if dtype == torch.bfloat16 else []
-            spec = [int(dtype == torch.bfloat16)] * 3
-            OP.UPDATE_PASS[name](params, masters, updates, spec, [1.0, 0.7, 3.3], hyper, control)
-            results.append([*buffers, *updates, *params, *masters])
+            second = pack_spec(Spec(0, 0, stochastic, formats.FULL_STATE, master))
+            OP.UPDATE_PASS[name](
+                params, updates, masters, [], steps, [second] * 3, [0] * 3, rates, None, 5, None
+            )
+            results.append([*states, *updates, *params, *masters, *steps])
         assert all(same_bits(a, b) for a, b in zip(*results))
+
+
+def test_split16_masters_are_fp32_masters():
+    """The same exact parameters, bit for bit, in fewer bytes."""
+    start = [torch.randn(20, 33).bfloat16(), torch.randn(3, 8, 5).bfloat16()]
+    runs = []
+    for master in ("fp32", "split16"):
+        params = [leaf(p.clone()) for p in start]
+        optimizer = tw.optim.Muon(params, lr=0.02, master_weights=master)
+        train(optimizer, params, range(4))
+        exact = [optimizer.state[p]["master"] for p in params]
+        if master == "split16":
+            exact = [formats.split16_join(p.detach(), x) for p, x in zip(params, exact)]
+        runs.append(exact)
+    assert all(same_bits(a, b) for a, b in zip(*runs))
+
+
+def test_8_bit_momentum_moves_the_parameters_as_fp32_momentum_does():
+    start, moved = torch.randn(64, 48), []
+    for state in (torch.float32, "int8"):
+        p = leaf(start.clone())
+        optimizer = tw.optim.Muon([p], lr=0.02, weight_decay=0.0, state_dtype=state)
+        train(optimizer, [p], range(10))
+        moved.append(p.detach() - start)
+    assert optimizer.state[p]["momentum_buffer"].dtype == torch.int8
+    distance = (moved[1] - moved[0]).norm()
+    assert optimizer_close("8-bit momentum, movement", moved[0].norm() + distance, moved[0].norm())
+
+
+def test_stochastic_rounding_keeps_updates_that_bf16_cannot_hold():
+    """A step moves elements of 1 by about 2e-4, a tenth of half of bf16's spacing."""
+    start, moved = torch.ones(64, 64).bfloat16(), []
+    gradient = torch.randn(64, 64)
+    for options in ({"master_weights": "fp32"}, {"master_weights": "none", "stochastic_rounding": True}):  # fmt: skip
+        p = leaf(start.clone())
+        optimizer = tw.optim.Muon([p], lr=1e-3, weight_decay=0.1, **options)
+        for _ in range(40):
+            p.grad = gradient.bfloat16()
+            optimizer.step()
+        exact = optimizer.state[p].get("master", p.detach()).float()
+        moved.append((exact - 1.0).mean().item())
+    assert optimizer.state[p]["step"].item() == 40
+    assert moved[0] == pytest.approx(-0.004, abs=1e-3)
+    assert moved[1] == pytest.approx(moved[0], abs=1e-3)
 
 
 # ---- torch's own inputs
@@ -387,10 +470,13 @@ def test_the_function_does_what_the_optimizer_does():
 
 
 def test_opcheck():
-    hyper = torch.tensor([[0.1, 0.1, 0.9, 1.0]], dtype=torch.float64)
+    numbers = torch.tensor([[0.1, 0.1, 0.9, 0.0]], dtype=torch.float64)
     p, b, g, u = (torch.randn(3, 4) for _ in range(4))
-    check_opcheck(torch.ops.trainwright.muon_momentum_.default, [g], [b], [u], [0], hyper, None)
-    check_opcheck(torch.ops.trainwright.muon_update_.default, [p], [], [u], [0], [1.0], hyper, None)
+    step = torch.zeros((), dtype=torch.float64)
+    rest = [step], [0], [0]
+    ops = torch.ops.trainwright
+    check_opcheck(ops.muon_momentum_.default, [u], [g], [], [b], *rest, numbers[:, 1:], None, 0, None)  # fmt: skip
+    check_opcheck(ops.muon_update_.default, [p], [u], [], [], *rest, numbers, None, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -405,9 +491,8 @@ def test_opcheck():
         ({"adjust_lr_fn": "x"}, ValueError, "Adjust learning rate function x is not supported"),
         ({"lr": -1.0}, ValueError, "Learning rate should be >= 0"),
         ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
-        ({"master_weights": "split16"}, ValueError, "split16 is not supported"),
-        ({"state_dtype": "int8"}, ValueError, "state_dtype: int8 is not supported"),
-        ({"stochastic_rounding": True}, ValueError, "stochastic_rounding: not supported"),
+        ({"master_weights": "fp8"}, ValueError, "master_weights: expected 'auto'"),
+        ({"state_dtype": torch.int8}, ValueError, "state_dtype: expected torch.float32"),
         ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm: expected at least 0.0"),
     ],
 )  # fmt: skip
@@ -442,6 +527,12 @@ def test_bad_parameters_gradients_and_arguments():
         ({"grads": [torch.ones(3, 2)]}, ValueError, r"grads\[0\]: expected shape \(2, 2\)"),
         ({"params": [torch.ones(2)]}, ValueError, r"params\[0\]: expected at least 2 dimension"),
         ({"momentum_buffers": [one.half()]}, TypeError, r"momentum_buffers\[0\]: expected dtype"),
+        (
+            {"momentum_buffers": [one.char()]},
+            ValueError,
+            "scales: expected scales for the torch.int8 state",
+        ),
+        ({"stochastic_rounding": True}, ValueError, "steps: expected step counts"),
         ({"masters": [one]}, ValueError, r"masters\[0\]: expected None for a torch.float32"),
         ({"control": torch.ones(2)}, TypeError, "control: expected dtype float64"),
         ({"momentum": -1.0}, ValueError, "momentum: expected at least 0"),

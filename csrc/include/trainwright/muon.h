@@ -7,6 +7,7 @@
 // Scalars in double, elements in A = float (double for double). Files that include this are built
 // without fused multiply-add: all backends give the same bits.
 #pragma once
+#include "trainwright/optimizer.h"
 #include "trainwright/types.h"
 
 TW_BEGIN
@@ -23,21 +24,41 @@ TW_HD V muon_towards(V b, V g, const MuonMomentum<A>& s) {
   return s.blend < A(0.5) ? b + s.blend * (g - b) : g - s.momentum * (g - b);
 }
 
+// The first pass as an optimizer op whose "parameter" is u, which is only written. State: b.
+struct MuonMomentumOp {
+  // momentum, nesterov, maximize
+  static constexpr OptimizerInfo info = {3, 1, {{true, 0}}};
+  template<class A>
+  static TW_HD MuonMomentum<A> scalars(const double* h, double, double multiplier) {
+    return {static_cast<A>(multiplier), static_cast<A>(h[0]), static_cast<A>(1.0 - h[0]),
+            h[1] != 0.0};
+  }
+};
+
 // V is A or a vector of A. Updates b; returns u.
 template<class V, class A>
-TW_HD V muon_momentum(V grad, V& b, const MuonMomentum<A>& s) {
+TW_HD V muon_direction(V grad, V& b, const MuonMomentum<A>& s) {
   const V g = grad * s.multiplier;
   b = muon_towards(b, g, s);
   return s.nesterov ? muon_towards(b, g, s) : b;
 }
 
+// The second pass as one whose "gradient" is O.
 template<class A>
 struct MuonRate {
   A keep, rate;  // 1 - lr wd, lr ratio
 };
+struct MuonUpdateOp {
+  // lr, weight decay, ratio, maximize
+  static constexpr OptimizerInfo info = {4, 0, {}};
+  template<class A>
+  static TW_HD MuonRate<A> scalars(const double* h, double, double) {
+    return {static_cast<A>(1.0 - h[0] * h[1]), static_cast<A>(h[0] * h[2])};
+  }
+};
 
 template<class V, class A>
-TW_HD V muon_update(V p, V o, const MuonRate<A>& s) {
+TW_HD V muon_apply(V p, V o, const MuonRate<A>& s) {
   return s.keep * p - s.rate * o;
 }
 

@@ -223,12 +223,13 @@ TABLE_SCHEMA = (
 MEMORY_COLUMNS = 16  # OptimizerRow in csrc/cuda/optimizer_table.cuh
 
 
-def define(op: OptimizerOp) -> dict[str, Callable[..., None]]:
+def define(op: OptimizerOp, kernel_file: str | None = None) -> dict[str, Callable[..., None]]:
     """Register ``trainwright::<name>_`` with its torch reference. What runs it on each backend ("cpu"), and by a table
-    of addresses ("cpu table")."""
+    of addresses ("cpu table"). kernel_file: module of `trainwright.kernels`, if that is not the op's name."""
     _library.LIBRARY.define(f"{op.name}_table" + TABLE_SCHEMA)
     table = getattr(torch.ops.trainwright, f"{op.name}_table").default
-    backends = _library.define_backends(op.name, f"{op.name}_" + SCHEMA, reference(op), _fake)
+    kernels = kernel_file or op.name
+    backends = _library.define_backends(kernels, f"{op.name}_" + SCHEMA, reference(op), _fake)
     return {**backends, "cpu table": table, "cuda table": table}
 
 
@@ -295,8 +296,8 @@ def call(
         specs.append(
             Spec(
                 0, flags, stochastic_rounding,
-                _check_states(op, name, i, p, given, scales, flat_states),
-                _check_master(name, i, p, master),
+                check_states(op, name, i, p, given, scales, flat_states),
+                check_master(name, i, p, master),
             )
         )  # fmt: skip
         if master is not None:
@@ -333,7 +334,7 @@ def call(
             torch.autograd.graph.increment_version(changed)
 
 
-def _check_states(
+def check_states(
     op: OptimizerOp, name: str, i: int, p: Tensor, given: Mapping[str, Sequence[Tensor]],
     scales: Mapping[str, Sequence[Tensor]] | None, flat: list[Tensor],
 ) -> int:  # fmt: skip
@@ -358,7 +359,7 @@ def _check_states(
     return form or formats.FULL_STATE
 
 
-def _check_master(name: str, i: int, p: Tensor, master: Tensor | None) -> int:
+def check_master(name: str, i: int, p: Tensor, master: Tensor | None) -> int:
     if master is None:
         return formats.NO_MASTER
     where = f"masters[{i}]"

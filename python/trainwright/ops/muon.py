@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,17 @@ from trainwright.errors import (
     value_error,
 )
 from trainwright.ops import _library
+from trainwright.ops._optimizer import (
+    OptimizerOp,
+    Spec,
+    State,
+    check_master,
+    check_states,
+    define,
+    needs,
+    pack_spec,
+)
+from trainwright.ops._optimizer_formats import FULL_STATE, NO_MASTER
 from trainwright.ops.newton_schulz import (
     COEFFICIENTS,
     EPS,
@@ -34,76 +46,41 @@ from trainwright.ops.newton_schulz import (
 
 __all__ = ["muon_"]
 
-# hyper (groups, 4) fp64: lr, weight decay, momentum, nesterov; groups[i] is the row of tensor i. control (2,) fp64:
-# multiplier of the gradients, and non-zero to skip the step: buffers stay as they are and updates become 0.
-MOMENTUM = (
-    "(Tensor[] grads, Tensor(a!)[] buffers, Tensor(b!)[] updates, int[] groups, Tensor hyper, "
-    "Tensor? control) -> ()"
-)
-# spec[i] = group << 1 | has master; `masters` holds only those that exist.
-UPDATE = (
-    "(Tensor(a!)[] params, Tensor(b!)[] masters, Tensor[] updates, int[] spec, float[] ratios, Tensor hyper, "
-    "Tensor? control) -> ()"
-)
 # Matrices of one shape beyond so many elements are orthogonalised one part after the other: bounds the memory, and is
 # enough to fill any device.
 BATCH_ELEMENTS = 1 << 26
 
 
-def _momentum_reference(
-    grads: list[Tensor], buffers: list[Tensor], updates: list[Tensor], groups: list[int], hyper: Tensor,
-    control: Tensor | None,
-) -> None:  # fmt: skip
-    for grad, buffer, update, group in zip(grads, buffers, updates, groups):
-        acc = _library.acc_dtype(buffer.dtype)
-        momentum, nesterov = hyper[group, 2], hyper[group, 3] != 0
-        blend = 1.0 - momentum
+def _momentum(
+    p: Tensor, g: Tensor, states: dict[str, Tensor], h: dict[str, Tensor], store: Callable[[str, Tensor], Tensor]
+) -> Tensor:  # fmt: skip
+    b, mu = states["momentum_buffer"], h["momentum"].to(g.dtype)
+    blend = (1.0 - h["momentum"]).to(g.dtype)
 
-        def towards(b: Tensor, g: Tensor, blend: Tensor = blend, mu: Tensor = momentum) -> Tensor:
-            d, dtype = g - b, b.dtype
-            near = b + blend.to(dtype) * d
-            return torch.where(blend.to(dtype) < 0.5, near, g - mu.to(dtype) * d)
+    def towards(b: Tensor) -> Tensor:
+        d = g - b
+        return torch.where(blend < 0.5, b + blend * d, g - mu * d)
 
-        g = grad.to(acc)
-        if control is not None:
-            g = g * control[0].to(acc)
-        b = towards(buffer.to(acc), g)
-        u = torch.where(nesterov, towards(b, g), b)
-        if control is not None:
-            skip = control[1] != 0
-            b, u = torch.where(skip, buffer.to(acc), b), torch.where(skip, 0.0, u)
-        buffer.copy_(b)
-        update.copy_(u)
+    states["momentum_buffer"] = b = towards(b)
+    return torch.where(h["nesterov"] != 0, towards(b), b)
 
 
-def _update_reference(
-    params: list[Tensor], masters: list[Tensor], updates: list[Tensor], spec: list[int], ratios: list[float],
-    hyper: Tensor, control: Tensor | None,
-) -> None:  # fmt: skip
-    next_master = iter(masters)
-    for p, update, bits, ratio in zip(params, updates, spec, ratios):
-        master = next(next_master) if bits & 1 else None
-        exact = p if master is None else master
-        acc = _library.acc_dtype(p.dtype)
-        lr, weight_decay = hyper[bits >> 1, 0], hyper[bits >> 1, 1]
-        keep, rate = (1.0 - lr * weight_decay).to(acc), (lr * ratio).to(acc)
-        new = keep * exact.to(acc) - rate * update.to(acc)
-        for target in (p, master):
-            if target is not None:
-                value = new.to(target.dtype)
-                if control is not None:
-                    value = torch.where(control[1] != 0, target, value)
-                target.copy_(value)
+def _update(
+    p: Tensor, g: Tensor, states: dict[str, Tensor], h: dict[str, Tensor], store: Callable[[str, Tensor], Tensor]
+) -> Tensor:  # fmt: skip
+    keep, rate = 1.0 - h["lr"] * h["weight_decay"], h["lr"] * h["ratio"]
+    return keep.to(p.dtype) * p - rate.to(p.dtype) * g
 
 
-def _fake(*_: object) -> None:
-    return None
-
-
-MOMENTUM_PASS = _library.define_backends(
-    "muon", "muon_momentum_" + MOMENTUM, _momentum_reference, _fake
+# The first pass writes the updates, its "parameters"; the second takes the orthogonalised ones as "gradients".
+MOMENTUM = OptimizerOp(
+    "muon_momentum",
+    ("momentum", "nesterov", "maximize"),
+    (State("momentum_buffer", True),),
+    _momentum,
 )
-UPDATE_PASS = _library.define_backends("muon", "muon_update_" + UPDATE, _update_reference, _fake)
+UPDATE = OptimizerOp("muon_update", ("lr", "weight_decay", "ratio", "maximize"), (), _update)
+MOMENTUM_PASS, UPDATE_PASS = define(MOMENTUM, "muon"), define(UPDATE, "muon")
 
 
 # ---- the step
@@ -145,13 +122,15 @@ def working_dtype(p: Tensor, asked: torch.dtype | None) -> torch.dtype:
 
 @dataclass
 class Member:
-    """One parameter of a step."""
+    """One parameter of a step. states: the momentum in its format, one tensor or two. spec: as of any optimizer op.
+    step: raised by one, if rounding is stochastic; else None."""
 
     param: Tensor
     grad: Tensor
-    buffer: Tensor
+    states: list[Tensor]
     master: Tensor | None
-    group: int
+    spec: Spec
+    step: Tensor | None = None
 
 
 def _parts(members: list[Member]) -> list[list[Member]]:
@@ -167,48 +146,81 @@ def _parts(members: list[Member]) -> list[list[Member]]:
     return parts
 
 
-def step_matrices(
-    members: Sequence[Member], kinds: Sequence[Orthogonalization], hyper: Tensor, control: Tensor | None, *,
-    dtype: torch.dtype | None, backend: str | None,
-) -> None:  # fmt: skip
-    """One step of parameters on one device. `kinds` and `hyper` have one entry for each parameter group."""
+@dataclass(frozen=True)
+class Call:
+    """What the parameters of a step share. `kinds` and `hyper` (lr, weight decay, momentum, nesterov) have one entry
+    for each parameter group."""
+
+    kinds: Sequence[Orthogonalization]
+    hyper: Tensor
+    control: Tensor | None
+    dtype: torch.dtype | None
+    seed: int
+    backend: str | None
+
+
+def step_matrices(members: Sequence[Member], call: Call) -> None:
+    """One step of parameters on one device."""
     batches: dict[tuple[object, ...], list[Member]] = {}
     for m in members:
-        kind, (_, rows, columns) = kinds[m.group], matrices_of(m.param.shape)
+        kind, (_, rows, columns) = call.kinds[m.spec.group], matrices_of(m.param.shape)
         if m.param.numel():
-            key = (rows, columns, working_dtype(m.param, dtype), m.param.dtype == torch.float64,
+            key = (rows, columns, working_dtype(m.param, call.dtype), m.param.dtype == torch.float64,
                    kind.coefficients, kind.eps, kind.steps)  # fmt: skip
             batches.setdefault(key, []).append(m)
     for whole in batches.values():
         for batch in _parts(whole):
-            _step_batch(batch, kinds, hyper, control, dtype, backend)
+            _step_batch(batch, call)
 
 
-def _step_batch(
-    batch: list[Member], kinds: Sequence[Orthogonalization], hyper: Tensor, control: Tensor | None,
-    asked: torch.dtype | None, backend: str | None,
-) -> None:  # fmt: skip
-    params, kind = [m.param for m in batch], kinds[batch[0].group]
-    first, dtype = params[0], working_dtype(params[0], asked)
+@functools.lru_cache(maxsize=256)
+def _numbers(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def _step_batch(batch: list[Member], call: Call) -> None:
+    params, device = [m.param for m in batch], batch[0].param.device
+    first, dtype = params[0], working_dtype(params[0], call.dtype)
     counts, (_, rows, columns) = [matrices_of(p.shape)[0] for p in params], matrices_of(first.shape)
-    chosen = dispatch.resolve("muon", backend, first.device, first.dtype)
-    orthogonalise = dispatch.resolve("newton_schulz", backend, first.device, dtype)
-    update = torch.empty((sum(counts), rows, columns), dtype=dtype, device=first.device)
+    specs = [m.spec for m in batch]
+    chosen = dispatch.resolve("muon", call.backend, device, first.dtype, **needs(specs, False))
+    orthogonalise = dispatch.resolve("newton_schulz", call.backend, device, dtype)
+    # fp64 updates are of fp64 parameters and the reverse, whatever they are orthogonalised in. A skipped step leaves
+    # them as they are.
+    wide = first.dtype == torch.float64
+    elements = dtype if (dtype == torch.float64) == wide else _library.acc_dtype(first.dtype)
+    make = torch.empty if call.control is None else torch.zeros
+    update = make((sum(counts), rows, columns), dtype=elements, device=device)
 
     def views() -> list[Tensor]:
         return [part.view(p.shape) for part, p in zip(update.split(counts), params)]
 
-    groups = [m.group for m in batch]
+    groups, seed, offsets = [s.group for s in specs], call.seed, [0] * len(batch)
+    unused = torch.zeros((), dtype=torch.float64, device=device)
+    steps = [unused if m.step is None else m.step for m in batch]
+    zeros = torch.zeros_like(call.hyper[:, :1])
     MOMENTUM_PASS[chosen](
-        [m.grad for m in batch], [m.buffer for m in batch], views(), groups, hyper, control
-    )
-    update = NEWTON_SCHULZ[orthogonalise](update, list(kind.coefficients) * kind.steps, kind.eps)
+        views(), [m.grad for m in batch], [], [t for m in batch for t in m.states], steps,
+        [pack_spec(replace(s, master=NO_MASTER)) for s in specs], offsets,
+        torch.cat([call.hyper[:, 2:], zeros], 1), call.control, seed, None,
+    )  # fmt: skip
+    kind = call.kinds[groups[0]]
+    coefficients = list(kind.coefficients) * kind.steps
+    update = NEWTON_SCHULZ[orthogonalise](update.to(dtype), coefficients, kind.eps)
     masters = [m.master for m in batch if m.master is not None]
-    spec = [m.group << 1 | (m.master is not None) for m in batch]
-    ratios = [lr_ratio(kinds[group].adjust_lr_fn, rows, columns) for group in groups]
-    UPDATE_PASS[chosen](params, masters, views(), spec, ratios, hyper, control)
+    ratios = tuple(lr_ratio(call.kinds[group].adjust_lr_fn, rows, columns) for group in groups)
+    own = call.hyper.index_select(0, _numbers(tuple(groups), torch.int64, device))
+    ratio = _numbers(ratios, torch.float64, device).unsqueeze(1)
+    control = call.control
+    if control is not None:  # the gradients' multiplier is not the updates'
+        control = torch.stack([torch.ones_like(control[0]), control[1]])
+    UPDATE_PASS[chosen](
+        params, views(), masters, [], [s - 1.0 for s in steps],
+        [pack_spec(replace(s, group=i, state=FULL_STATE)) for i, s in enumerate(specs)], offsets,
+        torch.cat([own[:, :2], ratio, torch.zeros_like(ratio)], 1), control, seed, None,
+    )  # fmt: skip
     if not torch.compiler.is_compiling():
-        changed = [*params, *(m.buffer for m in batch), *masters]
+        changed = [*params, *(t for m in batch for t in m.states), *masters]
         torch.autograd.graph.increment_version(changed)
 
 
@@ -240,6 +252,10 @@ def muon_(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
     masters: Sequence[Tensor | None] | None = None,
+    scales: Mapping[str, Sequence[Tensor]] | None = None,
+    steps: Sequence[Tensor] | None = None,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
     ns_dtype: torch.dtype | None = None,
     control: Tensor | None = None,
     backend: str | None = None,
@@ -257,10 +273,15 @@ def muon_(
         params: 2 and more dimensions; fp32, bf16, fp16 or fp64 in any mix; any strides without overlap. Updated in
             place; nothing outside a view is touched.
         grads: same shapes; any of those dtypes, any strides. Not modified.
-        momentum_buffers: the parameters' shapes; fp32 or bf16 (fp64 for fp64 parameters), any strides. Updated.
+        momentum_buffers: the parameters' shapes; fp32 or bf16 (fp64 for fp64 parameters), any strides; or int8 codes,
+            contiguous, with `scales`. Updated.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in `torch.optim.Muon`.
-        masters: for each parameter an fp32 tensor that holds its exact value (the parameter receives its rounding), or
-            None; bf16 and fp16 parameters only.
+        masters: for each parameter None, an fp32 tensor that holds its exact value, or (bf16 only) the int16 remainder
+            of that value; the parameter receives its rounding. bf16 and fp16 parameters only.
+        scales: for int8 codes, ``{"momentum_buffer": the fp32 scales of each parameter, one per 256 elements}``.
+        stochastic_rounding, seed, steps: round the momentum, parameters without a master, and bf16 updates up or down
+            at random so that the mean is right; the bits depend on (seed, element, step) alone. `steps` (0-d fp64 on
+            the parameters' device, raised by one) is needed for it.
         ns_dtype: dtype of the matrices that are orthogonalised; None: bf16 on GPUs and fp32 on the CPU, fp64 for fp64.
         control: (2,) fp64 on the device: the gradient multiplier (clip coefficient / loss scale), and a flag: non-zero
             skips the step and leaves every tensor as it is.
@@ -286,8 +307,9 @@ def muon_(
     """
     op = "muon_"
     lists = {"grads": grads, "momentum_buffers": momentum_buffers}
-    if masters is not None:
-        lists["masters"] = masters  # type: ignore[assignment]
+    for key, extra in (("masters", masters), ("steps", steps)):
+        if extra is not None:
+            lists[key] = extra  # type: ignore[assignment]
     for name, tensors in lists.items():
         if len(tensors) != len(params):
             raise value_error(op, name, f"{len(params)} tensors", len(tensors))
@@ -300,25 +322,25 @@ def muon_(
         raise value_error(op, "ns_steps", f"at most {MAX_STEPS}", ns_steps)
     check_adjust_lr_fn(adjust_lr_fn)
     check_ns_dtype(op, ns_dtype)
+    check_bool(op, "stochastic_rounding", stochastic_rounding)
+    check_int(op, "seed", seed)
+    if stochastic_rounding and steps is None:
+        raise value_error(op, "steps", "step counts for stochastic rounding", None)
     members = []
+    given = {"momentum_buffer": momentum_buffers}
     for i, p in enumerate(params):
         check_tensor(op, f"params[{i}]", p, min_dim=2, device=params[0].device)
         check_tensor(op, f"grads[{i}]", grads[i], shape=p.shape, device=p.device)
-        wide = p.dtype == torch.float64
-        dtypes = (torch.float64,) if wide else (torch.float32, torch.bfloat16)
-        check_tensor(
-            op, f"momentum_buffers[{i}]", momentum_buffers[i], dtypes=dtypes, shape=p.shape, device=p.device
-        )  # fmt: skip
+        flat: list[Tensor] = []
+        state = check_states(MOMENTUM, op, i, p, given, scales, flat)
         master = None if masters is None else masters[i]
-        if master is not None:
+        spec = Spec(0, 0, stochastic_rounding, state, check_master(op, i, p, master))
+        step = None if steps is None else steps[i]
+        if step is not None:
             check_tensor(
-                op, f"masters[{i}]", master, dtypes=(torch.float32,), shape=p.shape, device=p.device
+                op, f"steps[{i}]", step, dtypes=(torch.float64,), shape=(), device=p.device
             )
-            if p.dtype not in (torch.bfloat16, torch.float16):
-                raise value_error(
-                    op, f"masters[{i}]", f"None for a {p.dtype} parameter", "a tensor"
-                )
-        members.append(Member(p, grads[i], momentum_buffers[i], master, 0))
+        members.append(Member(p, grads[i], flat, master, spec, step))
     if not params:
         return
     device = params[0].device
@@ -330,7 +352,7 @@ def muon_(
     row = [[lr, weight_decay, momentum, float(nesterov)]]
     with torch.no_grad():
         hyper = torch.tensor(row, dtype=torch.float64, device=device)
-        step_matrices(members, [kind], hyper, control, dtype=ns_dtype, backend=backend)
+        step_matrices(members, Call([kind], hyper, control, ns_dtype, seed, backend))
 
 
 def check_ns_dtype(op: str, value: object) -> None:

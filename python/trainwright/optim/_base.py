@@ -140,11 +140,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     module: ClassVar[ModuleType]  # OP, STEP
     hyper: ClassVar[tuple[str, ...]]  # keys of a group; "betas" gives two numbers
-    counts_steps: ClassVar[bool] = True
     elementwise: ClassVar[bool] = (
         True  # an element's update depends on no other element of its parameter
     )
-    unsupported: ClassVar[frozenset[str]] = frozenset()  # options that its kernels do not know yet
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf for step()
     finds_overflow = True  # LossScaler: step() looks for inf and NaN itself
     _options: Options
@@ -161,6 +159,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _flags(self, group: dict[str, Any]) -> int:
         """Which of the op's optional states a group has."""
         return 0
+
+    def _counts_steps(self) -> bool:
+        return True
 
     # ---- construction
 
@@ -187,12 +188,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise value_error(
                 op, "state_dtype", "torch.float32, torch.bfloat16 or 'int8'", state_dtype
             )
-        for option, value in (("master_weights", master_weights), ("state_dtype", state_dtype)):
-            if value in self.unsupported:
-                raise ValueError(f"{op}: {option}: {value} is not supported yet, use the default")
         check_bool(op, "stochastic_rounding", stochastic_rounding)
-        if stochastic_rounding and "stochastic_rounding" in self.unsupported:
-            raise ValueError(f"{op}: stochastic_rounding: not supported yet, use fp32 masters")
         check_bool(op, "count_lost_updates", count_lost_updates)
         check_int(op, "seed", seed)
         if max_grad_norm is not None:
@@ -291,7 +287,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         form = state_format(p, self._options.state_dtype)
         master = master_format(p, self._options.master_weights)
         states = self._states(ALL_FLAGS)
-        return load_state(type(self).__name__, states, p, values, form, master, self.counts_steps)
+        return load_state(
+            type(self).__name__, states, p, values, form, master, self._counts_steps()
+        )
 
     # ---- for Offload, whose host optimizer takes the place of the step
 
@@ -316,7 +314,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _start(self, p: Tensor, state: dict[str, Any], flags: int) -> None:
         """Make what p's state lacks."""
         before = len(state)
-        if self.counts_steps and "step" not in state:
+        if self._counts_steps() and "step" not in state:
             state["step"] = new_step(p)
         form = state_format(p, self._options.state_dtype)
         for s in self._states(flags):

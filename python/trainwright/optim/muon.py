@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from trainwright.errors import check_bool, check_int, check_number, value_error
-from trainwright.ops._optimizer import State
+from trainwright.ops._optimizer import Spec, State
+from trainwright.ops._optimizer_formats import INT8_STATE
 from trainwright.ops.muon import (
+    MOMENTUM,
+    Call,
     Member,
     Orthogonalization,
     check_adjust_lr_fn,
@@ -19,6 +22,7 @@ from trainwright.ops.muon import (
 )
 from trainwright.ops.newton_schulz import COEFFICIENTS, EPS, MAX_STEPS, check_coefficients
 from trainwright.optim._base import FusedOptimizer, run_closure
+from trainwright.optim._state import master_format, state_format
 
 __all__ = ["Muon"]
 
@@ -28,7 +32,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
 
     The formula is that of `tw.muon_`; the products of symmetric matrices are computed by half. Constructor and
     `state_dict` are compatible with torch's in both directions; the state of a parameter is ``momentum_buffer`` and,
-    where used, ``master``. ``p.grad`` is never written.
+    where used, ``master``, and for int8 codes ``momentum_buffer_scale``. ``p.grad`` is never written.
 
     Which matrices a parameter is: a 2-D parameter is one; a 3-D parameter is a batch of them, each orthogonalised by
     itself (experts, heads; for a `Conv1d` use AdamW, or a 4-D weight); one of 4 and more dimensions, a convolution's
@@ -39,10 +43,14 @@ class Muon(FusedOptimizer, torch.optim.Muon):
             group too; `lr` may be a tensor.
         ns_dtype: dtype of the matrices that are orthogonalised. None: bf16 on a GPU (as torch everywhere), fp32 on the
             CPU, fp64 for fp64 parameters.
-        master_weights: "fp32" or "auto" keeps an fp32 master of each bf16 or fp16 parameter; "none" updates the
-            parameter itself. After editing parameters by hand call `refresh_masters()`.
-        state_dtype: of the momentum: torch.float32 or torch.bfloat16 (fp64 parameters keep fp64).
-        stochastic_rounding, seed: only rounding to nearest so far.
+        master_weights: "fp32" or "auto" keeps an fp32 master of each bf16 or fp16 parameter, "split16" (bf16 only) the
+            16-bit remainder that makes the parameter an exact fp32 number; "none" updates the parameter itself. After
+            editing parameters by hand call `refresh_masters()`.
+        state_dtype: of the momentum: torch.float32, torch.bfloat16, or "int8": 8-bit codes with a scale for each 256
+            elements (fp64 parameters keep fp64).
+        stochastic_rounding, seed: round the momentum, and parameters without a master, at random with the right mean,
+            so that small updates are not lost; the bits depend on (seed, element, step) alone. The state has a ``step``
+            then.
         max_grad_norm: clip the global 2-norm of all gradients inside the step; ``p.grad`` is not rewritten.
         backend: None, "cpu", "triton" or "torch".
 
@@ -67,8 +75,6 @@ class Muon(FusedOptimizer, torch.optim.Muon):
 
     elementwise: ClassVar[bool] = False
     hyper: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "nesterov")
-    counts_steps = False
-    unsupported = frozenset({"split16", "int8", "stochastic_rounding"})
     _ns_dtype: torch.dtype | None
 
     def __init__(
@@ -122,7 +128,10 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     def _states(self, flags: int) -> tuple[State, ...]:
-        return (State("momentum_buffer", True),)
+        return MOMENTUM.states
+
+    def _counts_steps(self) -> bool:
+        return self._options.stochastic_rounding
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the options of the group are checked, and that its parameters are matrices."""
@@ -157,8 +166,16 @@ class Muon(FusedOptimizer, torch.optim.Muon):
                     )
                 state = self.state[p]
                 self._start(p, state, 0)
-                master = state.get("master")
-                member = Member(p, grad, state["momentum_buffer"], master, index)
+                options = self._options
+                form = state_format(p, options.state_dtype)
+                master = master_format(p, options.master_weights)
+                spec = Spec(index, 0, options.stochastic_rounding, form, master)
+                states = [state["momentum_buffer"]]
+                if form == INT8_STATE:
+                    states.append(state["momentum_buffer_scale"])
+                exact = state["master"] if master else None
+                step = state["step"] if options.stochastic_rounding else None
+                member = Member(p, grad, states, exact, spec, step)
                 members.setdefault(p.device, []).append(member)
         return members
 
@@ -173,10 +190,9 @@ class Muon(FusedOptimizer, torch.optim.Muon):
             here = None if control is None else control.to(device)
             if here is not None and device.type == "cpu" and here[1] != 0:
                 continue  # the kernels would change nothing either, but they would multiply
-            hyper = self._hyper(device)
-            step_matrices(
-                mine, kinds, hyper, here, dtype=self._ns_dtype, backend=self._options.backend
-            )
+            seed, backend = self._options.seed, self._options.backend
+            call = Call(kinds, self._hyper(device), here, self._ns_dtype, seed, backend)
+            step_matrices(mine, call)
         return loss
 
 
