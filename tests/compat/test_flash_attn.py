@@ -271,6 +271,62 @@ def test_kvcache_bad_arguments(changed, error, text):
         )
 
 
+@pytest.mark.parametrize("case", ["plain", "causal window", "softcap", "alibi"])
+def test_varlen_reads_pages(case):
+    torch.manual_seed(0)
+    starts_q, starts_k = torch.tensor([0, 3, 3, 7]), torch.tensor([0, 5, 7, 16])
+    q = torch.randn(7, 4, 8, dtype=torch.float64, requires_grad=True)
+    pages = [torch.randn(9, 4, 2, 8, dtype=torch.float64) for _ in "kv"]
+    table = torch.tensor([[7, 2, 99], [4, -1, 0], [0, 8, 3]])  # 5, 2 and 9 keys: 2, 1 and 3 pages
+    used = [(7, 4), (2, 1), (4, 2), (0, 4), (8, 4), (3, 1)]  # page, keys in it
+    options = dict(OPTIONS[case])
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.rand(3, 4, dtype=torch.float64)
+    for x in pages:  # what no sequence holds must not matter
+        held = torch.zeros(9, 4, dtype=torch.bool)
+        for page, keys in used:
+            held[page, :keys] = True
+        x[~held] = NAN
+        x.requires_grad_()
+    k, v = (torch.cat([x[page, :keys] for page, keys in used]) for x in pages)
+    expected = flash_attn.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 4, 9, **options)
+    upstream = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, (q, *pages), upstream)
+    out = flash_attn.flash_attn_varlen_func(
+        q, *pages, starts_q, starts_k, 4, 9, block_table=table, **options
+    )
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(torch.autograd.grad(out, (q, *pages), upstream), wanted)
+
+
+@pytest.mark.parametrize(
+    ("starts", "table", "text"),
+    [
+        (
+            [0, 9],
+            [[0, 1]],
+            "cu_seqlens_k: expected sequences of at most 8 keys, 2 pages of 4, got 9",
+        ),
+        ([0, 5], [[0, 3]], "block_table: expected pages from 0 to 2, got 3"),
+        ([0, 5, 6], [[0, 1]], r"cu_seqlens_k: expected shape \(2\), got \(3,\)"),
+    ],
+    ids=["too long", "no such page", "sequences"],
+)
+def test_varlen_bad_pages(starts, table, text):
+    q, k = torch.randn(2, 2, 8), torch.randn(3, 4, 2, 8)
+    with pytest.raises(ValueError, match=text):
+        flash_attn.flash_attn_varlen_func(
+            q,
+            k,
+            k,
+            torch.tensor([0, 2]),
+            torch.tensor(starts),
+            2,
+            9,
+            block_table=torch.tensor(table),
+        )
+
+
 def test_packed_bad_arguments():
     with pytest.raises(
         ValueError, match=r"qkv: expected shape \(B, T, 3, heads, head dim\), got \(2, 3, 4, 8\)"

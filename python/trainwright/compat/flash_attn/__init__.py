@@ -20,6 +20,7 @@ from torch import Tensor
 from trainwright.compat.flash_attn import bert_padding as bert_padding
 from trainwright.compat.flash_attn._kvcache import flash_attn_with_kvcache
 from trainwright.compat.flash_attn._options import Result, Window, check_packed, options
+from trainwright.compat.flash_attn._paged import unpaged
 from trainwright.errors import check_bool
 from trainwright.ops.flash_attention import flash_attention
 from trainwright.ops.flash_attention_varlen import flash_attention_varlen
@@ -121,15 +122,16 @@ def flash_attn_varlen_func(
     """Attention of packed sequences: q (ΣTq, H, D), k and v (ΣTk, G, D); out (ΣTq, H, Dv), lse (H, ΣTq).
 
     The values of cu_seqlens and max_seqlen are checked on the CPU, and not on a GPU, where that would wait for it.
-    `block_table` must be None: for a paged cache there is `flash_attn_with_kvcache`.
+    With `block_table` (sequences, pages of one), k and v are (pages, page size, G, D), any page size: sequence b has
+    its key j in page ``block_table[b, j // size]``. Entries behind a sequence's end may be anything.
     """
     name = "flash_attn_varlen_func"
     check_bool(name, "return_attn_probs", return_attn_probs)
-    if block_table is not None:
-        raise NotImplementedError(
-            f"{name}: block_table: paged keys are read by flash_attn_with_kvcache only"
-        )
     common = options(name, causal, window_size, softcap, alibi_slopes, softmax_scale)
+    if block_table is not None:
+        k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, common = unpaged(
+            name, k, v, cu_seqlens_q, cu_seqlens_k, block_table, common
+        )
     on_cpu = isinstance(q, Tensor) and q.device.type == "cpu"
     result = flash_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, check=on_cpu,
