@@ -172,8 +172,12 @@ VGPU_ERROR = {
 
 def vgpu_close(kind: str, got: Any, want: Any, magnitude: Any = None) -> bool:
     """Whether got is near want everywhere, by VGPU_ERROR[kind]; relative to `magnitude` if that is given."""
-    relative, absolute = VGPU_ERROR[kind]
-    got, want = (torch.as_tensor(x, dtype=torch.float64) for x in (got, want))
+    return _close(VGPU_ERROR[kind], got, want, magnitude)
+
+
+def _close(error: tuple[float, float], got: Any, want: Any, magnitude: Any = None) -> bool:
+    relative, absolute = error
+    got, want = (torch.as_tensor(x).detach().double() for x in (got, want))
     size = want.abs() if magnitude is None else magnitude
     return bool(((got == want) | ((got - want).abs() <= relative * size + absolute)).all())
 
@@ -187,14 +191,15 @@ PARALLEL_ERROR = {
     "sharded gradient": (1e-5, 1e-6),
     "training loss": (1e-5, 0.0),  # of every one of 50 steps
     "training gradient norm": (1e-4, 0.0),
+    "random model, float64": (1e-9, 1e-10),
+    "int8 value and error": (1e-6, 1e-7),
+    "int8 error of four steps": (1e-3, 2e-6),
 }
 
 
 def parallel_close(kind: str, got: Any, want: Any) -> bool:
     """Whether a sharded result is near the whole one everywhere, by PARALLEL_ERROR[kind]."""
-    relative, absolute = PARALLEL_ERROR[kind]
-    got, want = (torch.as_tensor(x, dtype=torch.float64) for x in (got, want))
-    return bool(((got == want) | ((got - want).abs() <= relative * want.abs() + absolute)).all())
+    return _close(PARALLEL_ERROR[kind], got, want)
 
 
 # Optimizers after a few steps, against another way to the same answer: (relative, absolute).
@@ -215,9 +220,16 @@ OPTIMIZER_ERROR = {
 
 def optimizer_close(kind: str, got: Any, want: Any) -> bool:
     """Whether got is near want everywhere, by OPTIMIZER_ERROR[kind]."""
-    relative, absolute = OPTIMIZER_ERROR[kind]
-    got, want = (torch.as_tensor(x).detach().double() for x in (got, want))
-    return bool(((got == want) | ((got - want).abs() <= relative * want.abs() + absolute)).all())
+    return _close(OPTIMIZER_ERROR[kind], got, want)
+
+
+# Attention, whose order of sums may change with what other rows or keys hold: (relative, absolute).
+ATTENTION_ERROR = {"beside unseen NaN": (1e-6, 1e-6)}
+
+
+def attention_close(kind: str, got: Any, want: Any) -> bool:
+    """Whether got is near want everywhere, by ATTENTION_ERROR[kind]."""
+    return _close(ATTENTION_ERROR[kind], got, want)
 
 
 def check_mean_error(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from numerics import same_bits
+from numerics import parallel_close, same_bits
 from trainwright.ops import int8_wire
 
 BLOCK = int8_wire.BLOCK
@@ -49,7 +49,7 @@ def test_what_rounding_loses_is_in_the_error():
     x, before = torch.randn(1000), torch.randn(1000) / 50
     row, error = encoded(int8_wire.encode_, x, before)
     values = decoded(row, 1000)
-    torch.testing.assert_close(values + error, x + before, rtol=1e-6, atol=1e-7)
+    assert parallel_close("int8 value and error", values + error, x + before)
     for block in range(0, 1000, BLOCK):
         part = slice(block, block + BLOCK)
         step = (x + before)[part].abs().max() / 127
