@@ -177,7 +177,8 @@ def vgpu_close(kind: str, got: Any, want: Any, magnitude: Any = None) -> bool:
 
 def _close(error: tuple[float, float], got: Any, want: Any, magnitude: Any = None) -> bool:
     relative, absolute = error
-    got, want = (torch.as_tensor(x).detach().double() for x in (got, want))
+    # as_tensor without a dtype would round a Python float to fp32
+    got, want = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (got, want))
     size = want.abs() if magnitude is None else magnitude
     return bool(((got == want) | ((got - want).abs() <= relative * size + absolute)).all())
 
