@@ -38,8 +38,15 @@ class _Ticket:
         self.position = position
         self.done = False
         self.error: str | None = None
-        self.words: Any = None  # of this rank ...
-        self.told: Any = None  # ... and of all ranks, in a header or footer
+        self.told: Tensor | None = None  # a header or footer of all ranks
+        self.world = 1
+
+    def answers(self) -> list[bytes]:
+        """By rank."""
+        assert self.told is not None
+        words = bytes(self.told.tolist())
+        size = len(words) // self.world
+        return [words[i : i + size] for i in range(0, len(words), size)]
 
 
 class Driver:
@@ -237,13 +244,15 @@ class Driver:
         channel = self.wire.gather if phase else self.wire.scatter
         return self._start(start, channel, doing, bucket.index, operation)
 
-    def _tell(self, words: Tensor, doing: str) -> _Ticket:
-        """Start to exchange a small CPU tensor; `told` of the ticket, (W, len(words)), will have that of every rank."""
-        told = words.new_empty(self.wire.world, len(words))
+    def _tell(self, words: bytes, doing: str) -> _Ticket:
+        """Start to exchange some bytes, as many on each rank: `answers` of the ticket."""
+        world, rank = self.wire.world, self.wire.rank
+        told = torch.frombuffer(bytearray(words * world), dtype=torch.uint8)
+        mine = told[rank * len(words) : (rank + 1) * len(words)]
         ticket = self._start(
-            lambda c: c.all_gather(told.view(-1), words), self.wire.control, doing, None, "all-gather"
-        )  # fmt: skip
-        ticket.words, ticket.told = words, told
+            lambda c: c.all_gather(told, mine), self.wire.control, doing, None, "all-gather"
+        )
+        ticket.told, ticket.world = told, world
         return ticket
 
     def _start(
@@ -329,26 +338,23 @@ class Driver:
                 self._stream.wait_event(item.ready)
             self._advance(self._averaging.steps(item, r), item, 0)
         elif item == "header":
-            self._header = self._tell(torch.tensor(r.words(), dtype=torch.int64), "header")
+            self._header = self._tell(r.words(), "header")
         else:
-            self._footer = self._tell(
-                torch.frombuffer(bytearray(item), dtype=torch.uint8), "footer"
-            )
+            self._footer = self._tell(item, "footer")
 
     def _take_header(self) -> None:
         ticket, self._header = self._header, None
         assert ticket is not None and self._round is not None
         self._check(ticket)
-        header = ticket.told.tolist()
-        if any(row[3] != header[0][3] for row in header):
+        self._round.agree(ticket.answers())
+        if len({row.layout for row in self._round.header}) > 1:
             self._check_layouts()
-        self._round.agree(header)
 
     def _take_footer(self) -> None:
         ticket, self._footer = self._footer, None
         assert ticket is not None and self._round is not None
         self._check(ticket)
-        self._round.footer = [bytes(words) for words in ticket.told.tolist()]
+        self._round.footer = ticket.answers()
         self._count_down()
 
     def _resume(self, phase: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 USED, LATE = 1, 2  # bits of a slot's byte
 _HEAD = 2  # bytes before those of the slots
@@ -29,11 +29,11 @@ class Footer:
         *,
         hooks_ran: bool,
         buffers_changed: bool,
-        used: Sequence[bool],
+        used: bytes,
         late: Iterable[int],
         order: Iterable[int],
     ) -> Footer:
-        words = bytearray([hooks_ran, buffers_changed, *used])
+        words = bytearray([hooks_ran, buffers_changed]) + used
         for slot in late:
             words[_HEAD + slot] |= LATE
         for bucket in order:

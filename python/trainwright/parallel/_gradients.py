@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +51,25 @@ def take(
     return grad, out, shared
 
 
+def take_plain(parameters: Sequence[nn.Parameter], *, averaged: bool) -> list[Tensor] | None:
+    """As `take` for parameters that lie in no other bucket, if all have a gradient that needs no care."""
+    found = [p.grad for p in parameters]
+    grads = [
+        g
+        for g in found
+        if g is not None
+        and g.layout is torch.strided
+        and not g.requires_grad
+        and not g.is_complex()
+        and (not averaged or (g.is_contiguous() and _alone(g)))
+    ]
+    if len(grads) < len(found):
+        return None
+    for p in parameters:
+        p.grad = None
+    return grads
+
+
 def cut(x: Tensor | None, piece: Piece) -> Tensor | None:
     return None if x is None else part(x, piece)
 
@@ -66,8 +87,12 @@ def _is_plain(grad: Tensor) -> bool:
         and grad.is_contiguous()
         and not grad.requires_grad
         and not grad.is_complex()
-        and _storage_uses(grad.untyped_storage()._cdata) <= ALONE
+        and _alone(grad)
     )
+
+
+def _alone(grad: Tensor) -> bool:
+    return _storage_uses(grad.untyped_storage()._cdata) <= ALONE
 
 
 def _real(x: Tensor) -> Tensor:

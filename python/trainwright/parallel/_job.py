@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ class Job:
     grads: list[Tensor | None]
     outs: list[Tensor]
     out_offsets: list[int] | None = None  # of `outs` in the bucket; None: one per piece
+    missing: bool = False  # some of `grads` are None
     sums: Tensor | None = None  # weighted sum of earlier microbatches, in flat form
     # Of a sharded bucket: rank r's part is [cuts[r], cuts[r + 1]), and the average of this rank's goes to `average`.
     cuts: tuple[int, ...] | None = None
@@ -44,17 +47,15 @@ class Job:
         first = grads[0]
         if scale == 1.0 and not nothing and first is not None and _same_place(first, flat):
             return
-        if nothing or any(g is None for g in grads):  # not "in", which would compare tensors
+        if nothing or self.missing:
             empty = flat[:0]
             grads = [empty if nothing or g is None else g for g in grads]
-        offsets = [piece.offset for piece in self.bucket.pieces]
-        run_op("bucket_pack", flat, grads, [*offsets, flat.numel()], scale, None, add)
+        ends = [*self.bucket.offsets, flat.numel()]
+        run_op("bucket_pack", flat, grads, ends, scale, None, add)
 
     def unpack(self, flat: Tensor, scale: float) -> None:
-        offsets = self.out_offsets
-        if offsets is None:
-            offsets = [piece.offset for piece in self.bucket.pieces]
         if self.outs:
+            offsets = self.bucket.offsets if self.out_offsets is None else self.out_offsets
             if scale != 1.0 or not _same_place(self.outs[0], flat):
                 run_op("bucket_unpack", flat, self.outs, offsets, scale, None)
             torch.autograd.graph.increment_version(self.outs)
@@ -62,6 +63,19 @@ class Job:
 
 def _same_place(a: Tensor, flat: Tensor) -> bool:
     return a.data_ptr() == flat.data_ptr() and a.numel() == flat.numel()
+
+
+class Row(NamedTuple):
+    """What one rank says in the header; see `Round`."""
+
+    step: int
+    weight: float
+    accumulated: bool
+    layout: int
+    joined: bool
+
+
+_ROW = struct.Struct("<qd?q?")
 
 
 @dataclass
@@ -73,7 +87,7 @@ class Round:
     accumulated: bool  # the gradients come as weighted sums
     layout: int  # fingerprint
     joined: bool = False  # this rank has run out of batches
-    header: list[list[int]] = field(default_factory=list)
+    header: list[Row] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     scale: float = 1.0  # on this rank's gradients
     inverse: float = 1.0  # on the sum
@@ -83,26 +97,24 @@ class Round:
     busy_ms: float = 0.0
     sent_bytes: int = 0
 
-    def words(self) -> list[int]:
-        weight = torch.tensor([self.weight], dtype=torch.float64).view(torch.int64)
-        return [
-            self.step, int(weight.item()), int(self.accumulated), self.layout, int(self.joined),
-        ]  # fmt: skip
+    def words(self) -> bytes:
+        """This rank's row of the header."""
+        accumulated, joined = self.accumulated, self.joined
+        return _ROW.pack(self.step, self.weight, accumulated, self.layout, joined)
 
     @property
     def over(self) -> bool:
         """Whether all ranks have run out of batches: this was no step."""
-        return all(row[4] for row in self.header)
+        return all(row.joined for row in self.header)
 
-    def agree(self, header: list[list[int]]) -> None:
-        """Take all ranks' headers: gradients become sum_r weight_r g_r / sum_r weight_r."""
-        self.header = header
-        bits = torch.tensor([row[1] for row in header], dtype=torch.int64)
-        self.weights = bits.view(torch.float64).tolist()
+    def agree(self, rows: Iterable[bytes]) -> None:
+        """Take all ranks' `words`: gradients become sum_r weight_r g_r / sum_r weight_r."""
+        self.header = [Row(*_ROW.unpack(row)) for row in rows]
+        self.weights = [row.weight for row in self.header]
         total = sum(self.weights)
         self.inverse = 1.0 / total if total > 0 else 0.0
         self.scale = self.weight
-        self.raw = not any(row[2] for row in header)
+        self.raw = not any(row.accumulated for row in self.header)
         if self.raw and len(set(self.weights)) == 1 and total > 0:
             self.scale, self.inverse = 1.0, 1.0 / len(self.weights)
         elif self.raw:

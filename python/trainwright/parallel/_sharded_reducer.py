@@ -46,7 +46,7 @@ class ShardedReducer(Reducer):
             owned = [by_owner(bucket, ranges, self.wire.world) for bucket in plan.layout.buckets]
             layout = dataclasses.replace(plan.layout, buckets=tuple(o.bucket for o in owned))
             mask = next(mask for mask, known in self._plans.items() if known is plan)
-            plan = self._plans[mask] = Plan(layout, plan.params[::-1])
+            plan = self._plans[mask] = Plan(layout, plan.params[::-1], self._parameters)
             plan.cuts = [o.cuts for o in owned]
         return plan
 
@@ -64,8 +64,10 @@ class ShardedReducer(Reducer):
 
     def _take(self, b: Backward, slot: int) -> tuple[Tensor | None, Tensor | None]:
         name, p, _, _ = self._places[b.plan.params[slot]]
-        cut = len(b.plan.buckets_of[slot]) > 1
-        return _gradients.take(name, p, averaged=False, contiguous=cut)[0], None
+        return _gradients.take(name, p, averaged=False, contiguous=b.plan.cut[slot])[0], None
+
+    def _averages_return(self, b: Backward) -> bool:
+        return False
 
     def _late_jobs(self, b: Backward, slots: set[int]) -> tuple[list[Job], dict[int, Tensor]]:
         fresh = {slot: self._take(b, slot)[0] for slot in slots}
@@ -73,7 +75,8 @@ class ShardedReducer(Reducer):
         for bucket in b.plan.layout.buckets:
             if any(piece.slot in slots for piece in bucket.pieces):
                 grads = [_gradients.cut(fresh.get(piece.slot), piece) for piece in bucket.pieces]
-                job = Job(bucket, grads, [], cuts=b.plan.cuts[bucket.index])
+                missing = any(g is None for g in grads)
+                job = Job(bucket, grads, [], missing=missing, cuts=b.plan.cuts[bucket.index])
                 job.average = self._average(b, bucket)
                 jobs.append(job)
         return jobs, {}

@@ -37,20 +37,42 @@ class StepStats:
 
 
 class Plan:
-    """A layout with what the hooks need to know about it. One per set of parameters that require a gradient."""
+    """A layout with what the hooks need to know about it. One per set of parameters that require a gradient.
 
-    def __init__(self, layout: FlatLayout, active: Sequence[int]) -> None:
+    Args:
+        active: indices of those parameters, in order of registration.
+        parameters: these and the others.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, active: Sequence[int], parameters: Sequence[nn.Parameter]
+    ) -> None:
         self.layout = layout
-        self.params = active[::-1]  # slot -> index of the parameter
+        self.params = list(active[::-1])  # slot -> index of the parameter
         self.slot_of = {index: slot for slot, index in enumerate(self.params)}
-        self.buckets_of: list[list[int]] = [[] for _ in layout.slots]
         self.slots_in = [[piece.slot for piece in b.pieces] for b in layout.buckets]
+        buckets_of: list[list[int]] = [[] for _ in layout.slots]
         for b, slots in enumerate(self.slots_in):
             for slot in slots:
-                self.buckets_of[slot].append(b)
+                buckets_of[slot].append(b)
+        self.cut = [len(buckets) > 1 for buckets in buckets_of]  # slot: lies in several pieces
+        self.tensors = [[parameters[self.params[s]] for s in slots] for slots in self.slots_in]
+        self.whole = [not any(map(self.cut.__getitem__, slots)) for slots in self.slots_in]
+        # Places, for `Counts`: the buckets, and one for each parameter that lies in several of them.
+        self.members = [len(set(slots)) for slots in self.slots_in]
+        self.place = [0] * len(parameters)
+        self.buckets_at: dict[int, list[int]] = {}  # of the latter places
+        for slot, buckets in enumerate(buckets_of):
+            self.place[self.params[slot]] = buckets[0]
+            if len(set(buckets)) > 1:
+                self.place[self.params[slot]] = len(self.members)
+                self.buckets_at[len(self.members)] = sorted(set(buckets))
+                self.members.append(1)
         self.order = list(range(len(layout.buckets)))  # of launches
         self.learned = False
-        self.expected = [1] * len(layout.slots)  # hook calls per backward ...
+        self.expected = [0] * len(parameters)  # hook calls per backward ...
+        for index in active:
+            self.expected[index] = 1
         self.counted = False  # ... as there were in one of them
         self.cuts: list[
             tuple[int, ...]
@@ -70,12 +92,11 @@ class Backward:
     mode: str
     weight: float
     tasks: set[int] = field(default_factory=set)  # graph tasks that have a callback
-    left: list[int] = field(default_factory=list)  # slot -> hook calls still expected
-    calls: list[int] = field(default_factory=list)  # slot -> hook calls so far
-    pending: list[int] = field(default_factory=list)  # bucket -> slots that are not complete
     ready: list[int] = field(default_factory=list)  # buckets in the order in which they filled up
     launched: int = 0  # how many buckets of plan.order
     taken: dict[int, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    # Of `taken`, parameters whose averages come in the gradients' own memory, and these.
+    plain: list[tuple[Sequence[nn.Parameter], list[Tensor]]] = field(default_factory=list)
     # Gradients in memory that others see: the user, or autograd, which may need it yet. Written after the backward.
     shared: dict[int, Tensor] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)  # slots with a gradient after their launch

@@ -1,24 +1,25 @@
 """The reducer: notices when gradients are ready, launches their buckets in one order, and closes the step.
 
-Autograd calls `_on_grad` each time a gradient has been accumulated into a parameter. A bucket is launched when all
-its parameters have had as many such calls as in the step before (in the first step, at its end), and never before the
-bucket in front of it, so that all ranks launch the same sequence. When the outermost backward ends, a callback of the
-engine launches what is left, exchanges footers (which parameters had a gradient), waits for the averages and applies
-the `unused` policy, all inside the `loss.backward()` that started it.
+Autograd calls a hook of `Counts` each time a gradient has been accumulated into a parameter. A bucket is launched when
+all its parameters have had as many such calls as in the step before (in the first step, at its end), and never before
+the bucket in front of it, so that all ranks launch the same sequence. When the outermost backward ends, a callback of
+the engine launches what is left, exchanges footers (which parameters had a gradient), waits for the averages and
+applies the `unused` policy, all inside the `loss.backward()` that started it.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.parallel import _checks, _gradients
+from trainwright.parallel._counts import Counts
 from trainwright.parallel._driver import Driver
 from trainwright.parallel._feedback import Feedback
 from trainwright.parallel._footer import Footer
@@ -32,6 +33,7 @@ __all__ = ["Reducer", "StepStats"]
 
 _task_id = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
+_wanted = attrgetter("requires_grad")
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
@@ -74,8 +76,9 @@ class Reducer:
         self._device = device
         self._plans: dict[tuple[bool, ...], Plan] = {}
         self._now: Backward | None = None
-        self._task = -1
-        self._touched: set[int] = set()  # parameters that got a gradient since the last step
+        self._parameters = [p for _, p, _, _ in self._places]
+        self._counts = Counts(len(self._places))
+        self._touched = bytearray(len(self._places))  # 1: got a gradient since the last step
         self._step = 0
         self._sums = Sums()
         names = [name for name, _, _, _ in self._places]
@@ -98,13 +101,12 @@ class Reducer:
         for i, (_, p, _, _) in enumerate(self._places):
             wanted = p.requires_grad
             p.requires_grad_(True)  # only then can a hook be put on it; the hook stays
-            hook = functools.partial(_hook, me, i)
-            self.handles.append(p.register_post_accumulate_grad_hook(hook))
+            self.handles.append(p.register_post_accumulate_grad_hook(self._counts.hook(i, me)))
             p.requires_grad_(wanted)
 
     def plan(self) -> Plan:
         """For the parameters that require a gradient now."""
-        mask = tuple([p.requires_grad for _, p, _, _ in self._places])
+        mask = tuple(map(_wanted, self._parameters))
         plan = self._plans.get(mask)
         if plan is None:
             active = [i for i, wanted in enumerate(mask) if wanted]
@@ -112,7 +114,7 @@ class Reducer:
                 [(self._places[i][0], self._shapes[i]) for i in active],
                 world=self.wire.world, bucket_mb=self._bucket_mb, device_type=self._device.type,
             )  # fmt: skip
-            plan = self._plans[mask] = Plan(layout, active)
+            plan = self._plans[mask] = Plan(layout, active, self._parameters)
         return plan
 
     def remember_shapes(self) -> None:
@@ -141,54 +143,50 @@ class Reducer:
 
     # ---- from the first hook of a backward to the last
 
-    def _on_grad(self, index: int) -> None:
-        task, b = _task_id(), self._now
-        if b is None or task != self._task:
-            self._enter(task)
-            b = self._now
-            assert b is not None
-        self._touched.add(index)
-        if b.mode in ("local", "alone"):
-            return
-        plan = b.plan
-        slot = plan.slot_of[index]
-        b.calls[slot] += 1
-        b.left[slot] = left = b.left[slot] - 1
-        if left == 0:
-            pending = b.pending
-            for bucket in plan.buckets_of[slot]:
-                pending[bucket] = waiting = pending[bucket] - 1
-                if waiting == 0:
-                    b.ready.append(bucket)
-                    self._launch_ready(b)
-        elif left < 0 and slot in b.taken:
-            b.late.add(slot)
-
-    def _enter(self, task: int) -> None:
+    def enter(self, task: int) -> None:
         """The first hook in a graph task: that of the backward, or a nested one of a reentrant checkpoint."""
         if self._now is None:
             self._now = self._begin()
             _open.add(self)
-        self._task = task
+        self._counts.task = task
         if task not in self._now.tasks:
             self._now.tasks.add(task)
             _queue_callback(self._on_task_end)
 
+    def complete(self, place: int) -> None:
+        """A bucket is full, or a parameter that lies in several has its gradient."""
+        b = self._now
+        assert b is not None
+        several = b.plan.buckets_at.get(place)
+        if several is None:
+            b.ready.append(place)
+        else:
+            pending = self._counts.pending
+            for bucket in several:
+                pending[bucket] -= 1
+            b.ready += [bucket for bucket in several if not pending[bucket]]
+        self._launch_ready(b)
+
+    def late(self, index: int) -> None:
+        """A gradient came after those that were expected: after its bucket was launched, perhaps."""
+        b = self._now
+        slot = None if b is None else b.plan.slot_of.get(index)
+        if b is not None and slot in b.taken:
+            b.late.add(slot)
+
     def _begin(self) -> Backward:
         self.driver.raise_error()
-        _checks.check_places(self._places)
+        _checks.check_places(self._places, self._parameters)
         weight, self.weight = 1.0 if self.weight is None else self.weight, None
         plan = self.plan()
         self._sums.check(self.micro, plan, self.no_sync)
-        if self.no_sync:
-            return Backward(plan, "local", weight)
         last = self.micro is None or self.micro[0] == self.micro[1] - 1
-        if last and self.wire.world == 1 and self._sums.plan is None and weight:
-            return Backward(plan, "alone", weight)
+        alone = last and self.wire.world == 1 and self._sums.plan is None and weight
+        if self.no_sync or alone:
+            self._counts.begin(plan.expected, plan.place, None)
+            return Backward(plan, "local" if self.no_sync else "alone", weight)
         b = Backward(plan, "sync" if last else "add", weight)
-        b.left = list(plan.expected)
-        b.calls = [0] * len(plan.expected)
-        b.pending = [len(slots) for slots in plan.slots_in]
+        self._counts.begin(plan.expected, plan.place, plan.members)
         if not last and self._sums.plan is None:
             self._sums.start(plan, self.driver)
         if last:
@@ -204,32 +202,49 @@ class Reducer:
             not b.plan.counted
         ):  # a gradient may still be added to, whose bucket is full by the usual count of one
             return
-        order = b.plan.order
-        while b.launched < len(order) and b.pending[order[b.launched]] == 0:
+        order, pending = b.plan.order, self._counts.pending
+        while b.launched < len(order) and pending[order[b.launched]] == 0:
             b.launched += 1
             self._launch(b, order[b.launched - 1])
 
     def _launch(self, b: Backward, index: int) -> None:
         bucket, plan = b.plan.layout.buckets[index], b.plan
         job = self._job(b, bucket)
-        grads, outs, every, take = job.grads, job.outs, b.taken, self._take
-        for piece in bucket.pieces:
-            slot = piece.slot
-            taken = every.get(slot)
-            if taken is None:
-                taken = every[slot] = take(b, slot)
-            grad, out = taken
-            if len(plan.buckets_of[slot]) > 1:
-                grad, out = _gradients.cut(grad, piece), _gradients.cut(out, piece)
-            grads.append(grad)
-            if out is not None:
-                outs.append(out)
+        slots, averaged = plan.slots_in[index], self._averages_return(b)
+        plain = None
+        if plan.whole[index]:
+            plain = _gradients.take_plain(plan.tensors[index], averaged=averaged)
+        if plain is not None:  # nearly always
+            job.grads, job.outs = [*plain], plain if averaged else []
+            b.taken.update(zip(slots, zip(plain, plain if averaged else [None] * len(plain))))
+            if averaged:
+                b.plain.append((plan.tensors[index], plain))
+        else:
+            self._take_pieces(b, job)
+            job.missing = any(g is None for g in job.grads)
         if job.sums is not None:
             self.driver.add(job, b.weight)
         if b.mode == "sync":
             if self.feedback is not None:
                 job.errors = self.feedback.of(plan, bucket)
             self.driver.reduce(job)
+
+    def _take_pieces(self, b: Backward, job: Job) -> None:
+        for piece in job.bucket.pieces:
+            slot = piece.slot
+            taken = b.taken.get(slot)
+            if taken is None:
+                taken = b.taken[slot] = self._take(b, slot)
+            grad, out = taken
+            if b.plan.cut[slot]:
+                grad, out = _gradients.cut(grad, piece), _gradients.cut(out, piece)
+            job.grads.append(grad)
+            if out is not None:
+                job.outs.append(out)
+
+    def _averages_return(self, b: Backward) -> bool:
+        """Whether the averages go back to the parameters' gradients."""
+        return b.mode == "sync"
 
     def _job(self, b: Backward, bucket: Bucket) -> Job:
         return Job(bucket, [], [], sums=self._sums.flat.get(bucket.index))
@@ -238,7 +253,7 @@ class Reducer:
         """A parameter's gradient, which it loses until the step ends, and the tensor for the average."""
         name, p, _, _ = self._places[b.plan.params[slot]]
         grad, out, shared = _gradients.take(
-            name, p, averaged=b.mode == "sync", contiguous=len(b.plan.buckets_of[slot]) > 1
+            name, p, averaged=b.mode == "sync", contiguous=b.plan.cut[slot]
         )
         if shared is not None:
             b.shared[slot] = shared
@@ -260,7 +275,7 @@ class Reducer:
             def enter(*_: Any) -> None:
                 handle[0].remove()
                 if self._now is not None:
-                    self._enter(_task_id())
+                    self.enter(_task_id())
 
             handle.append(following.register_prehook(enter))
 
@@ -275,11 +290,11 @@ class Reducer:
         """Take part in a step of ranks that still have batches. Returns False, with the gradients as they were, if
         there are none.
         """
-        parameters = [p for _, p, _, _ in self._places]
+        parameters = self._parameters
         before = [p.grad for p in parameters]
         for p in parameters:
             p.grad = None
-        self._touched.clear()
+        self._forget_touched()
         self.joined, self.weight = True, 0.0
         try:
             self.sync()
@@ -296,7 +311,7 @@ class Reducer:
         b = self._now
         if b is None or _task_id() != -1:
             return
-        self._now, self._task = None, -1
+        self._now, self._counts.task = None, -1
         _open.discard(self)
         self._sums.drop()
         if b.mode == "sync" and self.wire.world > 1:
@@ -321,20 +336,30 @@ class Reducer:
             problem = self._settle(b, [self._footer(b)], [b.weight])
         elif b.mode == "add":
             self._sums.weight += b.weight
-        for slot, calls in enumerate(b.calls):
-            if calls:
-                b.plan.expected[slot] = calls
-                b.plan.counted = True
-        self._now, self._task = None, -1
+        if b.mode in ("sync", "add"):
+            self._learn(b.plan)
+        self._now, self._counts.task = None, -1
         _open.discard(self)
         if problem is not None:
             raise problem
+
+    def _learn(self, plan: Plan) -> None:
+        """Expect as many calls of each hook as there were, if there were any."""
+        expected, left = plan.expected, self._counts.left
+        if any(left):
+            for index, rest in enumerate(left):
+                if rest != expected[index]:
+                    expected[index] -= rest
+                    plan.counted = True
+        else:
+            plan.counted = True
 
     def _flush(self, b: Backward) -> None:
         """Launch what no hook has launched, and say so."""
         if b.flushed:
             return
         b.flushed = True
+        self._note_touched(b.plan)
         if b.mode in ("local", "alone"):
             return
         rest = b.plan.order[b.launched :]
@@ -367,7 +392,8 @@ class Reducer:
             ]
             parts = [_gradients.part(outs[piece.slot], piece) for piece in written]
             offsets = [piece.offset for piece in written]
-            jobs.append(Job(bucket, grads, parts, offsets))
+            missing = any(g is None for g in grads)
+            jobs.append(Job(bucket, grads, parts, offsets, missing=missing))
         return jobs, outs
 
     def _add_late(self, b: Backward, jobs: list[Job], outs: dict[int, Tensor]) -> None:
@@ -376,12 +402,21 @@ class Reducer:
             assert out is not None
             out.add_(more)
 
+    def _note_touched(self, plan: Plan) -> None:
+        left, touched = self._counts.left, self._touched
+        for index, (rest, calls) in enumerate(zip(left, plan.expected)):
+            if rest != calls:
+                touched[index] = 1
+
+    def _forget_touched(self) -> None:
+        self._touched[:] = bytes(len(self._touched))
+
     def _footer(self, b: Backward) -> Footer:
         changed = self.buffers is not None and b.mode == "sync" and self.buffers.changed()
         return Footer.of(
             hooks_ran=bool(b.tasks),
             buffers_changed=changed,
-            used=[index in self._touched for index in b.plan.params],
+            used=bytes(map(self._touched.__getitem__, b.plan.params)),
             late=b.late,
             order=b.ready,
         )
@@ -426,7 +461,7 @@ class Reducer:
         anywhere = used[0] if complete else bytes(map(max, *used)) if len(used) > 1 else used[0]
         self._give(b, anywhere, self._unused == "zero")
         self._sums.drop()
-        self._touched.clear()
+        self._forget_touched()
         if complete or self._unused != "error":
             return None
         names = [slot.name for slot in b.plan.layout.slots]
@@ -434,17 +469,24 @@ class Reducer:
 
     def _give(self, b: Backward, anywhere: bytes, zero: bool) -> None:
         """`anywhere`: per slot, 0 if no rank used it; `zero`: such a parameter's gradient is zero, not None."""
-        for slot, index in enumerate(b.plan.params):
+        parameters, done = self._parameters, 0
+        for tensors, averages in b.plain:
+            for p, average in zip(tensors, averages):
+                p.grad = average
+            done += len(averages)
+        for slot, index in enumerate(b.plan.params) if done < len(b.plan.params) else ():
             grad, out = b.taken.get(slot, (None, None))
-            p = self._places[index][1]
+            p = parameters[index]
             if out is not None and (grad is not None or zero or anywhere[slot]):
-                p.grad = torch.view_as_complex(out) if p.is_complex() else out
+                if out.dim() != p.dim():
+                    out = torch.view_as_complex(out)
+                p.grad = out
                 if slot in b.shared:
-                    p.grad = b.shared[slot].copy_(p.grad)
+                    p.grad = b.shared[slot].copy_(out)
             elif zero and p.grad is None:
                 p.grad = torch.zeros_like(p, requires_grad=False)
         for index, before in self._sums.base.items():
-            p = self._places[index][1]
+            p = parameters[index]
             p.grad = before if p.grad is None else before.add_(p.grad)
 
     # ---- accumulation
@@ -455,7 +497,7 @@ class Reducer:
             raise RuntimeError(
                 "DataParallel: accumulate: cannot be nested, nor stand inside no_sync"
             )
-        self._sums.enter(i, n, [p for _, p, _, _ in self._places])
+        self._sums.enter(i, n, self._parameters)
         self.micro = i, n
 
     def exit_micro(self) -> None:
@@ -465,9 +507,3 @@ class Reducer:
 
 
 _open: weakref.WeakSet[Reducer] = weakref.WeakSet()  # those with a backward in progress
-
-
-def _hook(reducer: weakref.ref[Reducer], index: int, _: Tensor) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive._on_grad(index)

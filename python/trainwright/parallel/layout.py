@@ -68,6 +68,11 @@ class Bucket:
     padding: int
     pieces: tuple[Piece, ...]
 
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Of the pieces."""
+        return [piece.offset for piece in self.pieces]
+
 
 def _real_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
