@@ -106,7 +106,8 @@ std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b,
   set_bias(g, bias);
   if (residual) {
     STD_TORCH_CHECK(residual->dim() == 2 && residual->size(0) == g.M && residual->size(1) == g.N &&
-                        (g.N <= 1 || residual->stride(1) == 1) && residual->scalar_type() == dtype,
+                        (g.M == 0 || g.N <= 1 || residual->stride(1) == 1) &&
+                        residual->scalar_type() == dtype,
                     "gemm: residual: expected shape (M, N) with dense rows in the output's dtype");
     g.residual = data(*residual), g.residual_row = residual->stride(0);
   }
