@@ -102,6 +102,7 @@ def dropout_terms(seed_ptr, threshold, rescale, b, h, O: tl.constexpr):
     seed = 0
     if DROPOUT & O:
         seed = tl.load(seed_ptr)
+        h += tl.load(seed_ptr + 1).to(tl.int32)  # of the first head
     return seed, tl.cast(threshold, tl.uint32), rescale, b, h
 
 

@@ -69,10 +69,13 @@ void set_options(FlashAttentionArgs& a, const Options& o, ScalarType acc) {
     a.sinks = data(o.sinks);
   }
   if (o.dropout_p > 0) {
-    STD_TORCH_CHECK(o.seed && o.seed->scalar_type() == ScalarType::Long,
-                    "flash_attention: dropout needs a seed (int64)");
+    STD_TORCH_CHECK(o.seed && o.seed->scalar_type() == ScalarType::Long && o.seed->dim() == 1 &&
+                        o.seed->size(0) == 2 && o.seed->is_contiguous(),
+                    "flash_attention: dropout needs a seed and a first head (int64, shape (2))");
+    const auto* seed = static_cast<const int64_t*>(data(o.seed));
     a.dropout = true;
-    a.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(data(o.seed)));
+    a.seed = static_cast<uint64_t>(seed[0]);
+    a.first_head = seed[1];
     a.drop = static_cast<uint64_t>(std::nearbyint(o.dropout_p * 4294967296.0));
   }
 }

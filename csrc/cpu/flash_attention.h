@@ -38,6 +38,7 @@ struct FlashAttentionArgs {
   const void* sinks;  // (H) in acc type
   bool dropout;
   uint64_t seed, drop;  // a pair is dropped if its 32-bit number is below `drop`
+  int64_t first_head;   // by which the random numbers of head 0 go
 
   void *out, *lse;  // contiguous (B, Tq, H, Dv); (B, H, Tq) in acc type. Packed: B is 1 here
 

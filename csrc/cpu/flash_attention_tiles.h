@@ -140,7 +140,7 @@ struct Terms {
       for (int64_t n = -(j & 3); n < keys; n += kWords) {
         uint32_t words[kWords];
         philox_words(words, a.seed, static_cast<uint32_t>((j + n) >> 2),
-                     static_cast<uint32_t>(i + r), static_cast<uint32_t>(h),
+                     static_cast<uint32_t>(i + r), static_cast<uint32_t>(a.first_head + h),
                      static_cast<uint32_t>(b));
         A kept[kWords];
         for (int64_t w = 0; w < kWords; w += lanes<float>) {

@@ -84,7 +84,7 @@ struct AttentionTerms {
   DType bias_type;
   int64_t bias_stride[4];
   const float* sinks;   // (H,)
-  const int64_t* seed;  // null: no dropout
+  const int64_t* seed;  // of dropout, and the first head; null: none
   uint32_t last_dropped;
   float keep;  // what is kept is multiplied by
 };

@@ -3,8 +3,8 @@
 // them, 16 MT x N blocks of pairs, whose rows are queries, or keys if KEYS.
 //
 //   score = softcap(scale q.k) + bias - slope |i + (Tk - Tq) - j|
-// A pair is dropped if word j % 4 of philox(seed; j / 4, i, h, b) is at most last_dropped; the lanes that need
-// words of the same four compute one each and exchange them.
+// A pair is dropped if word j % 4 of philox(seed[0]; j / 4, i, seed[1] + h, b) is at most last_dropped; the lanes that
+// need words of the same four compute one each and exchange them.
 #pragma once
 #include "cuda/flash_attention.cuh"
 #include "trainwright/philox.h"
@@ -111,7 +111,8 @@ struct Pairs {
   __device__ __forceinline__ uint32_t dropped() const {
     static_assert(MT * N / 2 <= 32);
     uint32_t bits = 0;
-    const uint64_t seed = static_cast<uint64_t>(*terms.seed);
+    const uint64_t seed = static_cast<uint64_t>(terms.seed[0]);
+    const int first_head = static_cast<int>(terms.seed[1]);
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -122,7 +123,8 @@ struct Pairs {
           // Lanes 4 and 8 apart have the four keys of a counter, each for the same two queries and, 8 keys on,
           // two more: lane w of them computes counter w, and the words are transposed.
           const int w = lane >> 2 & 3;
-          const Philox4 x = philox(seed, key(m, j, w & 2) / 4, query(m, j, w & 1), h, b);
+          const Philox4 x =
+              philox(seed, key(m, j, w & 2) / 4, query(m, j, w & 1), first_head + h, b);
           uint32_t v[4] = {x.v[0], x.v[1], x.v[2], x.v[3]};
           swap_with(v[0], v[1], w & 1, 4);
           swap_with(v[2], v[3], w & 1, 4);
@@ -134,7 +136,8 @@ struct Pairs {
           // Two lanes next to each other have the four keys of a counter, in two rows: each computes one.
           const bool odd = lane & 1;
           const int mine = odd ? 2 : 0;
-          const Philox4 x = philox(seed, key(m, j, 0) / 4, query(m, j, mine), head(m, mine), b);
+          const Philox4 x =
+              philox(seed, key(m, j, 0) / 4, query(m, j, mine), first_head + head(m, mine), b);
           const uint32_t first = exchange(odd ? x.v[0] : x.v[2], 1);
           const uint32_t second = exchange(odd ? x.v[1] : x.v[3], 1);
           word[0] = odd ? first : x.v[0];

@@ -103,7 +103,7 @@ def visible(Tq, Tk, causal=False, causal_align="bottom-right", window=None):
 
 def reference(
     q, k, v, scale=None, softcap=None, alibi_slopes=None, bias=None, sinks=None, return_lse=True, dropout_p=0.0,
-    seed=None, batch=0, **band,
+    seed=None, first_head=0, batch=0, **band,
 ):  # fmt: skip
     """Plain torch; `batch`: the index of the first sequence, which dropout depends on."""
     Tq, Tk, H, G = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
@@ -125,7 +125,7 @@ def reference(
     p = p.masked_fill(empty[..., None], 0.0)
     if dropout_p > 0:
         threshold = round(dropout_p * 2**32)
-        bits = uniform_bits(torch.tensor(seed), *p.shape, batch)
+        bits = uniform_bits(torch.tensor(seed), *p.shape, batch, first_head)
         p = p * (bits >= threshold).to(p.dtype) * (2**32 / (2**32 - threshold))
     out = torch.einsum("bhij,bjhd->bihd", p, v)
     lse = lse.masked_fill(empty, -INF).to(torch.float64 if q.dtype == torch.float64 else torch.float32)  # fmt: skip

@@ -365,13 +365,41 @@ def test_dropout_depends_on_seed_and_position_alone(backend):
     assert same_bits(a, drop(q, k, v)) and not torch.equal(a, b)
 
 
+@pytest.mark.parametrize("backend", DROPPING)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_dropout_of_a_rank_s_heads_is_that_of_the_whole(backend, varlen):
+    """Heads split unevenly, as by tensor parallel: out and gradients are those of the same heads of one call."""
+    x = qkv(1 if varlen else 2, 30, 30, 6, 2, 8, 8, dtype_for(backend))
+    whole = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
+
+    def drop(q, k, v, first):
+        options = {"dropout_p": 0.5, "seed": 11, "first_head": first, "backend": backend}
+        if not varlen:
+            return tw.flash_attention(q, k, v, **options)
+        starts = torch.tensor([0, 13, 30])
+        return tw.flash_attention_varlen(q[0], k[0], v[0], starts, starts, **options)[None]
+
+    drop(**whole, first=0).square().sum().backward()
+    for heads, groups in ((slice(0, 3), slice(0, 1)), (slice(3, 6), slice(1, 2))):
+        part = {n: t[:, :, heads if n == "q" else groups].detach() for n, t in x.items()}
+        part = {n: t.requires_grad_() for n, t in part.items()}
+        out = drop(**part, first=heads.start)
+        out.square().sum().backward()
+        torch.testing.assert_close(out, drop(**whole, first=0)[:, :, heads])
+        for n, t in part.items():
+            whole_grad = whole[n].grad[:, :, heads if n == "q" else groups]
+            torch.testing.assert_close(t.grad, whole_grad)
+    unlike = drop(**{n: t[:, :, -1:] for n, t in x.items()}, first=0)
+    assert not torch.equal(unlike, drop(**x, first=0)[:, :, -1:])
+
+
 def test_dropout_mask_is_philox_by_coordinates():
     host = pytest.importorskip("trainwright._host")
     from trainwright.ops._attention import seed_tensor
     from trainwright.ops._attention_reference import uniform_bits
 
     seed = (123 << 40) + 7
-    bits = uniform_bits(seed_tensor(seed, torch.device("cpu")), 2, 3, 4, 6)
+    bits = uniform_bits(seed_tensor(seed, 0, torch.device("cpu"))[0], 2, 3, 4, 6)
     for b, h, i, j in ((0, 0, 0, 0), (1, 2, 3, 5), (1, 0, 2, 4)):
         assert bits[b, h, i, j] == host.philox(seed, j // 4 + (i << 32), h + (b << 32))[j % 4]
 
@@ -441,6 +469,7 @@ X = torch.ones(2, 3, 4, 8)
         ({"dropout_p": 1.5}, ValueError, "dropout_p: expected a probability"),
         ({"dropout_p": -0.1}, ValueError, "dropout_p: expected a probability"),
         ({"seed": 0.5}, TypeError, "seed: expected None or an int"),
+        ({"first_head": -1}, ValueError, "first_head: expected at least 0, got -1"),
         ({"alibi_slopes": torch.ones(3)}, ValueError, "alibi_slopes: expected shape"),
         ({"bias": torch.ones(3, 4)}, ValueError, "bias: expected a shape that broadcasts to"),
         ({"sinks": torch.ones(3)}, ValueError, "sinks: expected shape"),

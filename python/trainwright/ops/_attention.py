@@ -5,11 +5,11 @@ One pair of ops serves both. Dense: q (B, Tq, H, D), k (B, Tk, G, D), v (B, Tk, 
 [cu_seqlens[0], cu_seqlens[S]) have out 0, lse -inf and gradients 0. B below is S then.
 
 alibi_slopes (B, H), any strides, and sinks (H,), contiguous, in the accumulator's dtype; bias 4-D, each dim full or 1,
-its own dtype, any strides, dense only; seed 0-d int64, only with dropout_p > 0; max_seqlen_* Tq, Tk in the dense form,
-a bound on the lengths in the packed one; left, right -1 for no limit, right 0 for causal; softcap 0 for none.
-The pair (b, h, i, j) is dropped if word j % 4 of philox(key seed, counter (j // 4, i, h, b)) is below round(dropout_p *
-2^32). Backward: empty tensors for what `need` (q, k, v, alibi_slopes, bias, sinks) does not ask for; the last three in
-the accumulator's dtype, the bias's summed over its broadcast dims.
+its own dtype, any strides, dense only; seed int64 (2,): the seed and the first head, only with dropout_p > 0;
+max_seqlen_* Tq, Tk in the dense form, a bound on the lengths in the packed one; left, right -1 for no limit, right 0
+for causal; softcap 0 for none. The pair (b, h, i, j) is dropped if word j % 4 of philox(key seed[0], counter (j // 4,
+i, seed[1] + h, b)) is below round(dropout_p * 2^32). Backward: empty tensors for what `need` (q, k, v, alibi_slopes,
+bias, sinks) does not ask for; the last three in the accumulator's dtype, the bias's summed over its broadcast dims.
 """
 
 from __future__ import annotations
@@ -216,12 +216,13 @@ class TransformedAttention(torch.autograd.Function):
         return _one_by_one(TransformedAttention.apply, info.batch_size, in_dims, args)
 
 
-def seed_tensor(seed: int | None, device: torch.device) -> Tensor:
+def seed_tensor(seed: int | None, first_head: int, device: torch.device) -> Tensor:
     if seed is None:  # from the default generator, without reading it back to the host
-        return torch.randint(0, 2**63 - 1, (), dtype=torch.int64).to(device)
+        drawn = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64)
+        return torch.cat((drawn, drawn.new_full((1,), first_head))).to(device)
     wrapped = seed & (2**64 - 1)
     wrapped -= 2**64 if wrapped >= 2**63 else 0
-    return torch.tensor(wrapped, dtype=torch.int64, device=device)
+    return torch.tensor((wrapped, first_head), dtype=torch.int64, device=device)
 
 
 _TERMS = ("softcap", "dropout_p", "alibi_slopes", "bias", "sinks")
@@ -231,6 +232,7 @@ def attention(
     op: str, backend: str | None, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: tuple[Tensor, Tensor] | None = None,
     max_seqlen: tuple[int, int], alibi_slopes: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float, window: tuple[int, int], top_left: bool, softcap: float | None, dropout_p: float, seed: int | None,
+    first_head: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of arguments that have been checked, on the backend that `dispatch` chooses for `op`."""
     sizes = {"D": q.shape[-1], "Dv": v.shape[-1]}
@@ -249,7 +251,7 @@ def attention(
         bias = bias[(None,) * (4 - bias.dim())]
     if sinks is not None:
         sinks = sinks.to(acc_dtype(q.dtype)).contiguous()
-    drawn = seed_tensor(seed, q.device) if dropout_p > 0 else None
+    drawn = seed_tensor(seed, first_head, q.device) if dropout_p > 0 else None
     numbers = (*max_seqlen, scale, *window, top_left, float(softcap or 0.0), float(dropout_p))
     compiling = torch.compiler.is_compiling()
     if compiling:  # torch refuses one tensor as two arguments of an autograd function

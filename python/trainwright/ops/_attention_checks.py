@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.errors import (
     check_bool,
+    check_int,
     check_number,
     check_tensor,
     type_error,
@@ -109,12 +110,23 @@ def check_plain(*arguments: Any) -> tuple[float, tuple[int, int]]:
 
 
 def check_terms(
-    op: str, q: Tensor, k: Tensor, batch: int, alibi_slopes: Any, bias: Any, sinks: Any, seed: Any
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    batch: int,
+    alibi_slopes: Any,
+    bias: Any,
+    sinks: Any,
+    seed: Any,
+    first_head: Any,
 ) -> None:
-    """Raise unless the options that are tensors, and the seed, are right."""
+    """Raise unless the options that are tensors, and those of the random numbers, are right."""
     H = q.shape[-2]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise type_error(op, "seed", "None or an int", type(seed).__name__)
+    check_int(op, "first_head", first_head, minimum=0)
+    if first_head + H > 2**31:
+        raise value_error(op, "first_head", f"at most {2**31 - H}", first_head)
     if alibi_slopes is not None:
         check_tensor(op, "alibi_slopes", alibi_slopes, device=q.device)
         if alibi_slopes.shape not in ((H,), (batch, H)):

@@ -56,8 +56,17 @@ def alibi_distance(q: Tensor, k: Tensor) -> Tensor:
     return (i[:, None] + (Tk - Tq) - j).abs().to(acc_dtype(q.dtype))
 
 
-def uniform_bits(seed: Tensor, B: int, H: int, Tq: int, Tk: int, first_batch: int = 0) -> Tensor:
-    """(B, H, Tq, Tk) 32-bit numbers as int64: word j % 4 of philox(seed, (j // 4, i, h, first_batch + b))."""
+def uniform_bits(
+    seed: Tensor,
+    B: int,
+    H: int,
+    Tq: int,
+    Tk: int,
+    first_batch: int = 0,
+    first_head: int | Tensor = 0,
+) -> Tensor:
+    """(B, H, Tq, Tk) 32-bit numbers as int64: word j % 4 of philox(seed, (j // 4, i, first_head + h, first_batch +
+    b))."""
     mask, device = 0xFFFFFFFF, seed.device
     key = [seed & mask, (seed >> 32) & mask]
     axes = [(Tk + 3) // 4, Tq, H, B]
@@ -65,7 +74,7 @@ def uniform_bits(seed: Tensor, B: int, H: int, Tq: int, Tk: int, first_batch: in
         torch.arange(n, device=device).view([-1 if d == 3 - a else 1 for d in range(4)])
         for a, n in enumerate(axes)
     ]
-    c[3] = c[3] + first_batch
+    c[2], c[3] = c[2] + first_head, c[3] + first_batch
 
     def product(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:  # high and low 32 bits
         low, high = multiplier * (x & 0xFFFF), multiplier * (x >> 16)
@@ -87,7 +96,7 @@ def kept_weights(shape: Sequence[int], o: Options, dtype: torch.dtype) -> Tensor
     assert o.seed is not None
     drop = round(o.dropout_p * 2**32)
     B, H, Tq, Tk = shape
-    bits = uniform_bits(o.seed, B, H, Tq, Tk, o.first_batch)
+    bits = uniform_bits(o.seed[0], B, H, Tq, Tk, o.first_batch, o.seed[1])
     return (bits >= drop).to(dtype) * (2**32 / max(2**32 - drop, 1))
 
 

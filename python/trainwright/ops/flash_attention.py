@@ -44,6 +44,7 @@ def flash_attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
+    first_head: int = 0,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -67,6 +68,8 @@ def flash_attention(
         sinks: (H,) logits that join the softmax denominator of `out`, not of `lse`.
         dropout_p: probability in [0, 1] of dropping a weight.
         seed: of the dropout mask; None draws one from torch's default generator.
+        first_head: place of q's first head among all, by which dropout counts heads: a rank of a tensor-parallel group
+            drops what one process with all heads would. With `seed` None the ranks' generators must agree.
         return_lse: also return lse; gradients flow through it.
         deterministic: every backend is bit-reproducible; accepted for compatibility.
         backend: None, "cpu", "cuda", "triton" or "torch".
@@ -98,10 +101,11 @@ def flash_attention(
         op, q.shape, k.shape, v.shape, causal, causal_align, scale, window, softcap, dropout_p, return_lse,
         deterministic,
     )  # fmt: skip
-    check_terms(op, q, k, q.shape[0], alibi_slopes, bias, sinks, seed)
+    check_terms(op, q, k, q.shape[0], alibi_slopes, bias, sinks, seed, first_head)
     out, lse = attention(
         op, backend, q, k, v, max_seqlen=(q.shape[1], k.shape[1]), alibi_slopes=alibi_slopes, bias=bias, sinks=sinks,
         scale=scale, window=sides, top_left=causal_align == "top-left", softcap=softcap, dropout_p=dropout_p, seed=seed,
+        first_head=first_head,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -96,6 +96,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
+    first_head: int = 0,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -115,8 +116,8 @@ def flash_attention_varlen(
         check: whether to check the values of cu_seqlens and max_seqlen, which waits for a GPU. Without it, values that
             do not fit are undefined behaviour.
         alibi_slopes: (H,) or (S, H).
-        causal, causal_align, scale, window, softcap, sinks, dropout_p, seed, return_lse, deterministic, backend: as in
-            `flash_attention`; dropout counts the sequence as the batch.
+        causal, causal_align, scale, window, softcap, sinks, dropout_p, seed, first_head, return_lse, deterministic,
+            backend: as in `flash_attention`; dropout counts the sequence as the batch.
 
     Returns:
         out (ΣTq, H, Dv), dtype of q; with `return_lse` the pair ``(out, lse)``, lse (H, ΣTq) natural log, fp32 (fp64
@@ -144,7 +145,7 @@ def flash_attention_varlen(
     check_bool(OP, "check", check)
     check_tensor(OP, "cu_seqlens_q", cu_seqlens_q, dtypes=(torch.int32, torch.int64), shape=(None,))
     S = cu_seqlens_q.shape[0] - 1
-    check_terms(OP, q, k, S, alibi_slopes, None, sinks, seed)
+    check_terms(OP, q, k, S, alibi_slopes, None, sinks, seed, first_head)
     if isinstance(cu_seqlens_k, Tensor) and cu_seqlens_k.shape != cu_seqlens_q.shape:
         expected = f"shape ({S + 1},), as cu_seqlens_q"
         raise value_error(OP, "cu_seqlens_k", expected, tuple(cu_seqlens_k.shape))
@@ -154,6 +155,7 @@ def flash_attention_varlen(
         OP, backend, q[None], k[None], v[None], cu_seqlens=(starts_q, starts_k), max_seqlen=(longest_q, longest_k),
         alibi_slopes=alibi_slopes, bias=None, sinks=sinks, scale=scale, window=sides,
         top_left=causal_align == "top-left", softcap=softcap, dropout_p=dropout_p, seed=seed,
+        first_head=first_head,
     )  # fmt: skip
     return (out[0], lse[0]) if return_lse else out[0]
 
