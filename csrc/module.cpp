@@ -15,6 +15,11 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
 #endif
 
 #ifndef TW_BUILD_INFO
@@ -83,11 +88,6 @@ Isa detect_isa() {
 #endif
 }
 
-std::string build_info() {
-  const char* names[] = {"base", "avx2", "avx512"};
-  return std::string("isa=") + names[static_cast<int>(isa())] + " " TW_BUILD_INFO;
-}
-
 }  // namespace
 
 void empty_cache() {
@@ -96,23 +96,75 @@ void empty_cache() {
 #endif
 }
 
-bool has_dot_bf16() {
+namespace {
+
+enum class Bf16Products { fp32, dot, amx, emulated_amx };
+
 #if defined(__x86_64__)
-  static const bool has = [] {
-    const char* asked = std::getenv("TRAINWRIGHT_CPU_BF16");
-    const bool off = asked && !std::strcmp(asked, "fp32");
-    return isa() == Isa::avx512 && __builtin_cpu_supports("avx512bf16") && !off;
-  }();
-  return has;
+// The tile registers are 8 KiB that the kernel saves for a process only once it has asked for them.
+bool may_use_amx() {
+#if defined(__linux__)
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, OSXSAVE = 1u << 27, TILE_STATE = 3u << 17;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (BF16 | TILE)) != (BF16 | TILE))
+    return false;
+  if (!__get_cpuid_count(0x1d, 1, &a, &b, &c, &d)) return false;
+  const unsigned row_bytes = b & 0xffff, tiles = b >> 16, rows = c & 0xffff;
+  if (row_bytes < 64 || tiles < 8 || rows < 16) return false;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return (low & TILE_STATE) == TILE_STATE &&
+         syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 #else
   return false;
 #endif
 }
+#endif
+
+// The best that the CPU has, or TRAINWRIGHT_CPU_BF16, capped.
+Bf16Products detect_bf16_products() {
+#if defined(__x86_64__)
+  const char* variable = std::getenv("TRAINWRIGHT_CPU_BF16");
+  const std::string asked = variable ? variable : "";
+  if (asked == "fp32" || isa() == Isa::base) return Bf16Products::fp32;
+  if (asked == "amx-emulated") return Bf16Products::emulated_amx;
+  if (isa() != Isa::avx512 || !__builtin_cpu_supports("avx512bf16")) return Bf16Products::fp32;
+  return asked != "avx512" && may_use_amx() ? Bf16Products::amx : Bf16Products::dot;
+#else
+  return Bf16Products::fp32;
+#endif
+}
+
+Bf16Products bf16_products() {
+  static const Bf16Products chosen = detect_bf16_products();
+  return chosen;
+}
+
+}  // namespace
+
+bool has_dot_bf16() {
+  return bf16_products() == Bf16Products::dot || bf16_products() == Bf16Products::amx;
+}
+bool has_amx_bf16() { return bf16_products() == Bf16Products::amx; }
+bool emulates_amx_bf16() { return bf16_products() == Bf16Products::emulated_amx; }
 
 Isa isa() {
   static const Isa chosen = detect_isa();
   return chosen;
 }
+
+namespace {
+
+std::string build_info() {
+  const char* isas[] = {"base", "avx2", "avx512"};
+  const char* products[] = {"fp32", "avx512", "amx", "amx-emulated"};
+  return std::string("isa=") + isas[static_cast<int>(isa())] +
+         " bf16=" + products[static_cast<int>(bf16_products())] + " " TW_BUILD_INFO;
+}
+
+}  // namespace
 
 }  // namespace tw
 

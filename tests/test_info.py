@@ -55,8 +55,10 @@ def test_forced_instruction_set_is_reported(isa):
 
 
 def test_wrong_settings_are_pointed_out():
-    done = run_info("--json", TRAINWRIGHT_CPU_ISA="avx1024", TRAINWRIGHT_BAKEND="cpu")
+    wrong = {"TRAINWRIGHT_CPU_BF16": "amx2", "TRAINWRIGHT_BAKEND": "cpu"}
+    done = run_info("--json", TRAINWRIGHT_CPU_ISA="avx1024", **wrong)
     report = json.loads(done.stdout)
+    assert "amx2 is not one of fp32, avx512, amx, amx-emulated" in report["cpu"]["note on bf16"]
     assert "avx1024 is not one of base, avx2, avx512" in report["cpu"]["note"]
     assert "unknown: no effect" in report["environment"]["TRAINWRIGHT_BAKEND"]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 Section = dict[str, Any]
+BF16_PRODUCTS = ("fp32", "avx512", "amx", "amx-emulated")
 
 # Every variable that the package or its build reads. "<OP>" stands for an op's name in capitals.
 ENVIRONMENT = {
@@ -25,7 +26,7 @@ ENVIRONMENT = {
     "TRAINWRIGHT_BACKEND_<OP>": "backend of one op, e.g. TRAINWRIGHT_BACKEND_RMS_NORM",
     "TRAINWRIGHT_STRICT": "1: an automatic choice never ends at the torch reference",
     "TRAINWRIGHT_CPU_ISA": "base, avx2 or avx512: the most that the CPU kernels may use",
-    "TRAINWRIGHT_CPU_BF16": "fp32: bf16 products on the CPU are widened to fp32, though it multiplies bf16 in hardware",
+    "TRAINWRIGHT_CPU_BF16": "fp32, avx512 or amx: the most that CPU products of bf16 may use; amx-emulated: for tests",
     "TRITON_INTERPRET": "1, set before import: Triton kernels run in Python, on CPU tensors too",
     "CC": "C compiler that Triton builds its launchers with",
     "OMP_NUM_THREADS": "CPU threads of torch and of our kernels",
@@ -154,16 +155,21 @@ def cpu_isas() -> list[str]:
     return [isa for isa, needed in ISAS.items() if flags.issuperset(needed)]
 
 
-def chosen_isa() -> str:
-    """The instruction set that the loaded CPU kernels use; "none" without the compiled module."""
+def _build_word(name: str) -> str:
+    """What the loaded CPU module says of itself under `name`; "none" without the module."""
     import torch
 
     from trainwright import dispatch
 
     if not dispatch.extension("_C").loaded:
         return "none"
-    found = re.search(r"isa=(\w+)", torch.ops.trainwright.build_info())
+    found = re.search(rf"{name}=([\w-]+)", torch.ops.trainwright.build_info())
     return found.group(1) if found else "unknown"
+
+
+def chosen_isa() -> str:
+    """The instruction set that the loaded CPU kernels use; "none" without the compiled module."""
+    return _build_word("isa")
 
 
 def cpu() -> Section:
@@ -175,12 +181,17 @@ def cpu() -> Section:
     }
     try:
         section["in use"] = chosen_isa()
+        section["bf16 products"] = _build_word("bf16")
     except Exception as error:
         section["in use"] = f"unknown: {type(error).__name__}: {error}"
     if asked and asked not in ISAS:
         section["note"] = f"TRAINWRIGHT_CPU_ISA={asked} is not one of {', '.join(ISAS)}: ignored"
     elif asked and asked not in available:
         section["note"] = f"TRAINWRIGHT_CPU_ISA={asked} is more than this CPU has: capped"
+    products = os.environ.get("TRAINWRIGHT_CPU_BF16") or "amx"
+    if products not in BF16_PRODUCTS:
+        names = ", ".join(BF16_PRODUCTS)
+        section["note on bf16"] = f"TRAINWRIGHT_CPU_BF16={products} is not one of {names}: ignored"
     return section
 
 

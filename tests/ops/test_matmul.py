@@ -103,7 +103,7 @@ def test_any_split_gives_the_exact_sum_of_integers(split_k, dtype):
 
 @pytest.mark.parametrize("K", [2, 64, 700, 1026, 513])
 def test_bf16_in_every_layout_is_exact_on_the_cpu(K):
-    """Where the CPU multiplies pairs of bf16, k goes two at a time through packing of its own; an odd K does not."""
+    """Where the CPU multiplies pairs of bf16, k goes two at a time through packing of its own; an odd K leaves one."""
     for M, N in ((130, 90), (5, 33), (57, 16)):
         a, b = integers(M, K).bfloat16(), integers(K, N).bfloat16()
         spread = torch.zeros(M, 2 * K + 3, dtype=torch.bfloat16)[:, 1 : 2 * K : 2].copy_(a)

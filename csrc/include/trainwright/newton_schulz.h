@@ -21,28 +21,27 @@ template<class S>
 struct SymmetricStore : GemmStore<S> {
   S alpha, beta, diagonal;
 
-  static void run_tile(const GemmStore<S>& store, const S* tile, int64_t row, int64_t col,
-                       int64_t rows, int64_t cols) {
-    constexpr int NR = Gemm<S>::NR;
+  static void run_tile(const GemmStore<S>& store, const S* tile, int64_t tile_stride, int64_t row,
+                       int64_t col, int64_t rows, int64_t cols) {
     const auto& s = static_cast<const SymmetricStore&>(store);
     S* out = static_cast<S*>(s.out);
     const S* base = static_cast<const S*>(s.residual);
     const int64_t n = s.N;
-    alignas(64) S value[Gemm<S>::MR * NR];
+    alignas(64) S value[GemmStore<S>::LARGEST_TILE];
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t r = row + i, below = r + 1 - col, count = below < cols ? below : cols;
       if (count <= 0) continue;
       for_lanes<S>(count, [&](int64_t j, auto k) {
-        vec<S> z = s.alpha * vload<S>(tile + i * NR + j, k);
+        vec<S> z = s.alpha * vload<S>(tile + i * tile_stride + j, k);
         if (base) z += s.beta * vload<S>(base + r * n + col + j, k);
-        vstore<S>(value + i * NR + j, z, k);
+        vstore<S>(value + i * tile_stride + j, z, k);
       });
-      if (below <= cols) value[i * NR + below - 1] += s.diagonal;
-      memcpy(out + r * n + col, value + i * NR, static_cast<size_t>(count) * sizeof(S));
+      if (below <= cols) value[i * tile_stride + below - 1] += s.diagonal;
+      memcpy(out + r * n + col, value + i * tile_stride, static_cast<size_t>(count) * sizeof(S));
     }
     for (int64_t j = 0; j < cols; ++j) {  // column c = col + j, rows below it
       const int64_t c = col + j, first = c + 1 > row ? c + 1 - row : 0;
-      for (int64_t i = first; i < rows; ++i) out[c * n + row + i] = value[i * NR + j];
+      for (int64_t i = first; i < rows; ++i) out[c * n + row + i] = value[i * tile_stride + j];
     }
   }
 

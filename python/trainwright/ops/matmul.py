@@ -182,8 +182,8 @@ def matmul(
 
     Numerics: sums in fp32 (fp64 for fp64), the parts of K added in order, rounded once; gradients likewise, also those
     of a broadcast argument. Repeats are bit-equal; on the "cpu" backend the bits depend on `split_k` alone, not on
-    threads or strides; bf16 with AVX512-BF16 and an even K takes subnormal numbers as 0. Under autocast a and b are
-    cast to the autocast dtype, which is then the default of `out_dtype`.
+    threads or strides; bf16 with AVX512-BF16 or AMX takes subnormal numbers as 0. Under autocast a and b are cast to
+    the autocast dtype, which is then the default of `out_dtype`.
 
     Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008 (CPU blocking).
 
