@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import trainwright as tw
-from data_cases import batch, mlp
+from case_tools import batch, mlp
 from torch import nn
 from trainwright.parallel import CollectiveError, DataParallel, Zero
 

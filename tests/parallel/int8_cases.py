@@ -2,7 +2,7 @@
 
 import torch
 import trainwright as tw
-from data_cases import assert_same_on_all_ranks, batch, everyone, grads, mlp, wrap
+from case_tools import assert_same_on_all_ranks, batch, everyone, grads, mlp, wrap
 from numerics import parallel_close
 from trainwright.parallel import Zero
 from zero_cases import TIMEOUT

@@ -5,7 +5,7 @@ import random
 
 import torch
 import trainwright as tw
-from data_cases import assert_same_on_all_ranks
+from case_tools import assert_same_on_all_ranks
 from numerics import parallel_close
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -50,6 +50,10 @@ STAGE_3 = {
     "the_user_reads_and_writes": (2,),
     "what_stage_3_refuses": (2,),
     "a_rank_that_runs_no_forward": (2,),
+    "kept_views_read_as_nan": (2,),
+    "a_gradient_of_a_gradient": (2,),
+    "compiled_parts_are_refused": (2,),
+    "join_without_a_step": (2,),
 }
 
 

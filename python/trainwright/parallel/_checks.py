@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,16 +46,27 @@ def check_places(found: list[Place], parameters: list[nn.Parameter]) -> None:
             )
 
 
-def one_device(found: list[Place]) -> torch.device:
-    device = found[0][1].device if found else torch.device("cpu")
+def averaged_once(op: str, found: list[Place], reducers: Iterable[Any]) -> None:
+    """Raise if the hooks of another object are on a parameter: its gradient would be sent twice, and found once."""
+    taken = {id(p) for r in reducers if not r.driver.closed for p in r.parameters}
+    for name, p, _, _ in found:
+        if id(p) in taken:
+            raise ValueError(
+                f"{op}: module: expected parameters that no other DataParallel or Zero averages, got {name}; close()"
+                " the other one first"
+            )
+
+
+def one_device(op: str, found: list[Place]) -> torch.device:
+    device = found[0][1].device
     for name, p, _, _ in found:
         if p.device != device:
             raise ValueError(
-                f"DataParallel: module: expected all parameters on one device, got {found[0][0]} on {device}"
+                f"{op}: module: expected all parameters on one device, got {found[0][0]} on {device}"
                 f" and {name} on {p.device}"
             )
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"DataParallel: module: expected parameters on cpu or cuda, got {device}")
+        raise ValueError(f"{op}: module: expected parameters on cpu or cuda, got {device}")
     return device
 
 

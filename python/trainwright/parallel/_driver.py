@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainwright.parallel._averaging import Averaging, Collective
-from trainwright.parallel._job import Job, Round
+from trainwright.parallel._job import Job, Round, Row
 from trainwright.parallel._watch import Position, Watch
 from trainwright.parallel._wire import Wire
 from trainwright.parallel.errors import CollectiveError
@@ -199,6 +199,14 @@ class Driver:
         assert wire.control is not None
         self.wait_for(wire.control.all_gather(every.view(-1), x.reshape(-1)))
         return every
+
+    @property
+    def last_header(self) -> list[Row]:
+        return [] if self._round is None else self._round.header
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def raise_error(self) -> None:
         if self.error is not None:

@@ -2,8 +2,9 @@
 
 Of each block this rank keeps its own part. `BlockSet.need` makes a block whole: the parts are exchanged in the block's
 flat memory, of which the parameters then are views. `BlockSet.free` gives that memory back: the parameters keep their
-identity and shape, but hold nothing (a NaN, expanded). A graph that saved a view of a parameter still refers to the
-same storage, which is filled again before the backward needs it; `_uses` says when that is.
+identity and shape, but hold nothing (a NaN, expanded). Views of them that someone kept are NaN, too (`_lent_memory`),
+until the block is whole again. A graph that saved a view of a parameter still refers to the same storage, which is
+filled again before the backward needs it; `_uses` says when that is.
 
 The blocks come in the same order every time, so the next one is sent for as soon as one is here: no more than one is
 under way, in an order that depends on nothing but the order of use, which is the same on all ranks.
@@ -20,6 +21,7 @@ from torch import nn
 from trainwright.parallel._blocks import Block, ranges_of
 from trainwright.parallel._checks import Place
 from trainwright.parallel._driver import Driver
+from trainwright.parallel._lent_memory import Lent
 from trainwright.parallel._shard_set import Shard, ShardSet, new_shard
 from trainwright.parallel._wire import Arrival, Wire
 
@@ -55,18 +57,19 @@ class Gathered:
         self.part = self.flat[self.begin : self.end].clone()
         nothing = torch.full((), float("nan"), dtype=dtype, device=device)
         self.nothing = [nothing.expand(p.shape) for p in self.params]
-        self.memories = [self.flat, *(value for value, _ in self.strided)]
-        self._sizes = [x.untyped_storage().nbytes() for x in self.memories]
+        memories = [self.flat, *(value for value, _ in self.strided)]
+        self._lent = [Lent(x.untyped_storage()) for x in memories]
+        self.nbytes = self.held_bytes  # of the whole block
         self.release()
 
     @property
-    def nbytes(self) -> int:
-        """Of the whole block."""
-        return sum(self._sizes)
+    def held_bytes(self) -> int:
+        """Of the memory that there is now."""
+        return sum(lent.nbytes for lent in self._lent)
 
     def allocate(self) -> None:
-        for x, size in zip(self.memories, self._sizes):
-            x.untyped_storage().resize_(size)
+        for lent in self._lent:
+            lent.give()
 
     def show(self) -> None:
         """The flat memory is complete: let the parameters be it."""
@@ -79,8 +82,8 @@ class Gathered:
     def release(self) -> None:
         for p, nothing in zip(self.params, self.nothing):
             p.data = nothing
-        for x in self.memories:
-            x.untyped_storage().resize_(0)
+        for lent in self._lent:
+            lent.take_back()
         self.state = FREE
 
     def keep_own_part(self) -> None:
@@ -111,6 +114,8 @@ class BlockSet(ShardSet):
         self._prefetch = prefetch
         self.order: list[int] = []
         self._before: list[int] = []  # `order` of the round before
+        self._rounds: list[list[int]] = []  # those of this step so far ...
+        self._last_rounds: list[list[int]] = []  # ... and of the step before
         self._coming: Gathered | None = None
         with torch.no_grad():
             self.blocks = [Gathered(block, self.params, wire.rank, device) for block in blocks]
@@ -162,11 +167,35 @@ class BlockSet(ShardSet):
         for gathered in self.blocks:
             self.free(gathered)
 
-    def new_round(self) -> None:
-        """A forward begins: from now on compare with the order since the forward before."""
+    def new_round(self, *, of_step: bool) -> None:
+        """A forward begins: from now on compare with the order since the forward before. `of_step`: not evaluation."""
         self.free_all()
         if self.order:
             self._before, self.order = self.order, []
+        if of_step and not any(order is self.order for order in self._rounds):
+            self._rounds.append(self.order)
+
+    def end_step(self) -> None:
+        super().end_step()
+        if self._rounds:
+            self._last_rounds, self._rounds = self._rounds, []
+
+    def repeat_last_step(self) -> None:
+        """Make whole, for other ranks that make a step, what this one did in its last one."""
+        if not self._last_rounds:
+            problem = (
+                "Zero: join: stage 3: expected a rank that has made a step, got one without a batch: it does not know"
+                " in which order the blocks are used"
+            )
+            if self.wire.world > 1:
+                self.driver.fail(problem)
+            raise RuntimeError(problem)
+        for order in self._last_rounds:
+            self.new_round(of_step=False)
+            for index in order:
+                self.need(self.blocks[index])
+                self.free(self.blocks[index])
+        self.free_all()
 
     def _send_for(self, gathered: Gathered) -> None:
         self.driver.raise_error()

@@ -27,8 +27,10 @@ def _from_bytes(data: Tensor, tensors: list[Tensor]) -> None:
         offset += size
 
 
-def broadcast_from_first(wire: Wire, tensors: list[Tensor], wait: Callable[[object], None]) -> None:
-    """Make tensors equal to those of the group's rank 0, about 32 MiB at a time."""
+def broadcast(
+    wire: Wire, tensors: list[Tensor], wait: Callable[[object], None], source: int = 0
+) -> None:
+    """Make tensors equal to those of the group's rank `source`, about 32 MiB at a time."""
     group: list[Tensor] = []
     size = 0
     assert wire.scatter is not None
@@ -37,14 +39,15 @@ def broadcast_from_first(wire: Wire, tensors: list[Tensor], wait: Callable[[obje
         size += t.numel() * t.element_size()
         if size and (size >= CHUNK_BYTES or i == len(tensors) - 1):
             data = _as_bytes(group)
-            wait(wire.scatter.broadcast(data))
-            if wire.rank:
+            wait(wire.scatter.broadcast(data, source))
+            if wire.rank != source:
                 _from_bytes(data, group)
             group, size = [], 0
 
 
 class BufferSync:
-    """Buffers of a module, equal to rank 0's after each step. Nothing is sent while no rank has changed one."""
+    """Buffers of a module, equal on all ranks after each step: as the first rank has them that has not run out of
+    batches. Nothing is sent while no rank has changed one."""
 
     def __init__(self, module: nn.Module, wire: Wire) -> None:
         self._owners = [m._buffers for m in module.modules()]
@@ -68,7 +71,7 @@ class BufferSync:
         now = _as_bytes(buffers)
         return now.numel() != self._last.numel() or not torch.equal(now, self._last)
 
-    def broadcast(self, wait: Callable[[object], None]) -> None:
+    def broadcast(self, wait: Callable[[object], None], source: int) -> None:
         if self._buffers:
-            broadcast_from_first(self._wire, self._buffers, wait)
+            broadcast(self._wire, self._buffers, wait, source)
             self._last = None if self._buffers[0].is_cuda else _as_bytes(self._buffers)

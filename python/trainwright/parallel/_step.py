@@ -101,6 +101,7 @@ class Backward:
     shared: dict[int, Tensor] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)  # slots with a gradient after their launch
     flushed: bool = False
+    missing: bool = False  # a bucket without one of its gradients has been launched
     averages: dict[int, Tensor] = field(default_factory=dict)  # by bucket, of this rank's part
 
 

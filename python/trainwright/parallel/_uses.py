@@ -77,6 +77,8 @@ class Uses:
         self._recomputed: set[Gathered] = set()
         self._tasks: set[int] = set()
         self.keep_whole = False  # all blocks are, because the user wants them to be
+        # A backward has been recorded, and needs again what it used: nothing is freed until the next forward.
+        self._graph_of_backward = False
         names = dict(module.named_modules())
         self._anchor = {gathered: names[gathered.block.anchor] for gathered in home.blocks}
         self._own: dict[nn.Module, list[Gathered]] = {}
@@ -160,7 +162,8 @@ class Uses:
                 self._use(gathered, self.running[-1])
 
     def _free_if_unused(self, gathered: Gathered) -> None:
-        if not (self._holds[gathered] or self._open[gathered] or gathered in self._recomputed):
+        used = self._holds[gathered] or self._open[gathered] or gathered in self._recomputed
+        if not (used or self._graph_of_backward):
             self._home.free(gathered)
 
     # ---- backward
@@ -190,11 +193,7 @@ class Uses:
         """The backward of a module's forward, nodes `begin` to `end`, begins: what came after it is done."""
         if self.keep_whole:
             return
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "Zero: stage 3: backward with create_graph=True is not supported: parameters are freed after their"
-                " backward, so there is nothing left to differentiate; use stage 1 or 2"
-            )
+        self._graph_of_backward |= torch.is_grad_enabled()  # create_graph
         task = _task_id()
         if task not in self._tasks:
             self._tasks.add(task)
@@ -228,9 +227,10 @@ class Uses:
     def _start_over(self) -> None:
         """The outermost forward begins. What an exception has left open is closed."""
         self._tasks.clear()
+        self._graph_of_backward = False
         self._holds = dict.fromkeys(self._holds, 0)
         self._forget_backward()
-        self._home.new_round()
+        self._home.new_round(of_step=torch.is_grad_enabled())
 
 
 def _enter(me: weakref.ref[Uses]) -> Any:

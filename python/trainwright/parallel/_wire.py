@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from trainwright.errors import type_error
 from trainwright.parallel.errors import CollectiveError
 
 _joined: dict[
@@ -58,9 +59,9 @@ class Channel:
     def all_reduce(self, x: Tensor) -> Any:
         return self._backend.allreduce([x])
 
-    def broadcast(self, x: Tensor) -> Any:
-        """From the group's rank 0."""
-        return self._backend.broadcast(x, 0)
+    def broadcast(self, x: Tensor, source: int) -> Any:
+        """From the group's rank `source`."""
+        return self._backend.broadcast(x, source)
 
     def abort(self) -> None:
         """After a failure: let nothing wait for the collectives in flight (on GPU, not even the stream)."""
@@ -259,6 +260,10 @@ def connect(
             f"{name}: torch.distributed is not initialised; start with torchrun and call"
             " torch.distributed.init_process_group() first"
         )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise RuntimeError(f"{name}: group: this process is not a member of the group")
+        raise type_error(name, "group", "None or a process group", type(group).__name__)
     group = dist.group.WORLD if group is None else group
     rank = dist.get_rank(group)
     if rank < 0:

@@ -63,6 +63,7 @@ class Reducer:
     ) -> None:
         self.no_sync = False
         self.joined = False  # inside the shadow steps of `join`
+        self.leader: int | None = None  # after them: a rank that made the last step, if not all did
         self.micro: tuple[int, int] | None = None  # inside accumulate(i, n)
         self.weight: float | None = None  # of the next backward
         self.buffers: BufferSync | None = None
@@ -116,6 +117,10 @@ class Reducer:
             )  # fmt: skip
             plan = self._plans[mask] = Plan(layout, active, self._parameters)
         return plan
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
 
     def remember_shapes(self) -> None:
         """Keep what a layout needs to know of the parameters, before they lose their memory."""
@@ -222,6 +227,7 @@ class Reducer:
         else:
             self._take_pieces(b, job)
             job.missing = any(g is None for g in job.grads)
+            b.missing |= job.missing
         if job.sums is not None:
             self.driver.add(job, b.weight)
         if b.mode == "sync":
@@ -295,6 +301,7 @@ class Reducer:
         for p in parameters:
             p.grad = None
         self._forget_touched()
+        header = self.driver.last_header  # of a step that some rank made
         self.joined, self.weight = True, 0.0
         try:
             self.sync()
@@ -304,6 +311,8 @@ class Reducer:
             return True
         for p, grad in zip(parameters, before):
             p.grad = grad
+        here = [r for r, row in enumerate(header) if not row.joined]
+        self.leader = here[0] if 0 < len(here) < len(header) else None
         return False
 
     def check_idle(self) -> None:
@@ -411,12 +420,23 @@ class Reducer:
     def _forget_touched(self) -> None:
         self._touched[:] = bytes(len(self._touched))
 
+    def _used(self, b: Backward) -> bytes:
+        """Per slot, 1 if the parameter got a gradient. A hook also runs for one that autograd leaves undefined."""
+        used = bytearray(map(self._touched.__getitem__, b.plan.params))
+        if b.mode == "alone":
+            for slot, index in enumerate(b.plan.params):
+                used[slot] &= self._parameters[index].grad is not None
+        elif b.missing and self._sums.plan is None:
+            for slot, (grad, _) in b.taken.items():
+                used[slot] &= grad is not None or slot in b.late
+        return bytes(used)
+
     def _footer(self, b: Backward) -> Footer:
         changed = self.buffers is not None and b.mode == "sync" and self.buffers.changed()
         return Footer.of(
             hooks_ran=bool(b.tasks),
             buffers_changed=changed,
-            used=bytes(map(self._touched.__getitem__, b.plan.params)),
+            used=self._used(b),
             late=b.late,
             order=b.ready,
         )
@@ -439,7 +459,8 @@ class Reducer:
             self.driver.wait()
             self._add_late(b, jobs, outs)
         if self.buffers is not None and any(f.buffers_changed for f in footers):
-            self.buffers.broadcast(self.driver.wait_for)
+            here = (r for r, row in enumerate(round_.header) if not row.joined)
+            self.buffers.broadcast(self.driver.wait_for, next(here, 0))
         if not b.plan.learned:
             # Launch from now on in the order in which the buckets of the first rank with a backward filled up.
             order = next((f.order for f in footers if f.hooks_ran), None)

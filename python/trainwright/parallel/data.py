@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright.errors import check_bool, check_int, check_number, type_error, value_error
 from trainwright.parallel import _checks, _feedback, _parcels
 from trainwright.parallel._driver import TIMEOUT_SHARE
-from trainwright.parallel._replicas import BufferSync, broadcast_from_first
+from trainwright.parallel._replicas import BufferSync, broadcast
 from trainwright.parallel._wire import connect
 from trainwright.parallel.buckets import Reducer, StepStats
 
@@ -44,11 +45,13 @@ class DataParallel(nn.Module):
         deterministic: sum in rank order at every position, so that neither bucket size nor placement changes a bit.
             None is True on CPU, False on GPU (where NCCL's all-reduce sums fp32; 16-bit gradients are always summed in
             fp32, in rank order).
-        broadcast_buffers: after each step, set the buffers to those of the group's rank 0 (in training mode, and only
-            if some rank has changed one). Done without bumping versions, so graphs that saved a buffer stay valid.
+        broadcast_buffers: after each step, set the buffers to those of the group's rank 0, or of the first rank
+            that has a batch in `join` (in training mode, and only if some rank has changed one). Done without bumping
+            versions, so graphs that saved a buffer stay valid.
         timeout: seconds after which a rank that does not take part raises `CollectiveError` on all others.
 
     Raises:
+        TypeError, ValueError: an argument; parameters on several devices, or averaged by another such object.
         LayoutError: parameters differ between ranks; the message names the first one that does.
         CollectiveError: here or in a later backward: a rank died, stalled or diverged.
         RuntimeError: `torch.distributed` is not initialised; in a backward: the `unused` policy, a replaced parameter.
@@ -64,7 +67,8 @@ class DataParallel(nn.Module):
     then it may have left for its bucket, ``.grad`` is None, and the average is there when the backward returns.
 
     A gradient that is there before the backward is averaged with it, as in torch. Names are those of `module`:
-    `state_dict`, `named_parameters` and attributes pass through.
+    `state_dict`, `named_parameters` and attributes pass through. A copy (`copy.deepcopy`, or what `torch.save` wrote)
+    is made by all ranks together, and only of an object on the default group.
 
     >>> import os, torch, torch.distributed as dist, trainwright as tw
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -76,6 +80,7 @@ class DataParallel(nn.Module):
     """
 
     module: nn.Module
+    _reducers: ClassVar[weakref.WeakSet[Reducer]] = weakref.WeakSet()  # of all objects
 
     def __init__(
         self,
@@ -108,8 +113,18 @@ class DataParallel(nn.Module):
         if not timeout > 0:
             raise value_error(op, "timeout", "a positive number of seconds", timeout)
         places = _checks.places(module)
-        device = _checks.one_device(places)
+        if not places:
+            raise value_error(
+                op, "module", "a module with parameters to train", type(module).__name__
+            )
+        device = _checks.one_device(op, places)
+        _checks.averaged_once(op, places, self._reducers)
         self.module = module
+        self._options = {
+            "bucket_mb": bucket_mb, "wire_dtype": wire_dtype, "unused": unused, "deterministic": deterministic,
+            "broadcast_buffers": broadcast_buffers, "timeout": timeout,
+        }  # fmt: skip
+        self._group = group
         wire = connect(op, group, device, timeout, TIMEOUT_SHARE * timeout)
         ordered = device.type == "cpu" if deterministic is None else deterministic
         self._reducer = self._reducer_class(wire.world)(
@@ -119,13 +134,14 @@ class DataParallel(nn.Module):
             unused=unused, ordered=ordered, timeout=timeout,
         )  # fmt: skip
         handles = self._reducer.handles
+        self._reducers.add(self._reducer)
         self._finalizer = weakref.finalize(self, _shut, self._reducer.driver, handles)
         if wire.world > 1:
             try:
                 self._reducer.compare_layouts(list(module.named_buffers()))
                 wait = self._reducer.driver.wait_for
                 tensors = [p for _, p, _, _ in places]
-                broadcast_from_first(wire, [*tensors, *module.buffers()], wait)
+                broadcast(wire, [*tensors, *module.buffers()], wait)
                 if broadcast_buffers:
                     self._reducer.buffers = BufferSync(module, wire)
             except BaseException:
@@ -176,6 +192,15 @@ class DataParallel(nn.Module):
         """Continue with what `error_feedback` returned, at any world size: every rank passes the same."""
         if self._reducer.feedback is not None:
             self._reducer.feedback.load({"sent": errors})
+
+    def __reduce__(self) -> Any:
+        if self._group not in (None, dist.group.WORLD):
+            raise TypeError(
+                f"{type(self).__name__}: cannot be copied or pickled with a group of its own; save its state_dict()"
+            )
+        feedback = self._reducer.feedback
+        errors = feedback.by_name() if feedback is not None else None
+        return _made_again, (type(self), self.module, self._options, self.training, errors)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
@@ -245,7 +270,8 @@ class DataParallel(nn.Module):
         A rank whose loop has ended takes part in the others' steps with weight 0, so that every average is that of the
         ranks that have a batch, until all loops have ended. After each such step it calls `after_step`, which must do
         what the others do after their backward (clip, `optimizer.step()`, a scheduler, `zero_grad()`), so that its
-        parameters stay equal to theirs; without it, it is left behind. Collective; every rank must use it.
+        parameters stay equal to theirs. Without it, the ranks that were left behind get, at the end, the parameters and
+        buffers of one that made the last step (their optimizers are not told). Collective; every rank must use it.
 
             def finish():
                 optimizer.step()
@@ -259,9 +285,17 @@ class DataParallel(nn.Module):
         yield
         if self._reducer.wire.world > 1:
             self._reducer.check_idle()
-            while self._reducer.shadow():
+            while self._shadow():
                 if after_step is not None:
                     after_step()
+            leader = self._reducer.leader
+            if after_step is None and leader is not None:
+                tensors = [*self.module.parameters(), *self.module.buffers()]
+                broadcast(self._reducer.wire, tensors, self._reducer.driver.wait_for, leader)
+
+    def _shadow(self) -> bool:
+        """Take part in a step of ranks that have a batch; False if there are none."""
+        return self._reducer.shadow()
 
     def stats(self) -> StepStats:
         """What communication cost in the last step."""
@@ -270,6 +304,22 @@ class DataParallel(nn.Module):
     def close(self) -> None:
         """Stop communicating and drop the hooks; `module` stays as it is. Also done when this object is deleted."""
         self._finalizer()
+
+
+def _made_again(
+    kind: type[DataParallel],
+    module: nn.Module,
+    options: dict[str, Any],
+    training: bool,
+    errors: Any,
+) -> DataParallel:
+    """A copy, on the default group: collective, as every construction."""
+    made = kind.__new__(kind)
+    DataParallel.__init__(made, module, **options)
+    made.training = training
+    if made._reducer.feedback is not None:
+        made._reducer.feedback.load(errors)
+    return made
 
 
 def _shut(driver: Any, handles: list[Any]) -> None:

@@ -20,7 +20,7 @@ from trainwright.optim.adamw import AdamW
 from trainwright.parallel import _checks, _feedback, _parcels, _sharded_step, _zero_state
 from trainwright.parallel._blocks import Block, find_blocks, ranges_of
 from trainwright.parallel._gathering import BlockSet
-from trainwright.parallel._replicas import broadcast_from_first
+from trainwright.parallel._replicas import broadcast
 from trainwright.parallel._shard_set import ShardSet
 from trainwright.parallel._sharded_reducer import ShardedReducer
 from trainwright.parallel._shards import Range, divide
@@ -63,9 +63,11 @@ class Zero(DataParallel):
     pass before, comes meanwhile. So a *forward* communicates, in evaluation and under `no_grad` too: all ranks run the
     same parts in the same order, and only gradients are not exchanged there. Outside of a forward or backward a
     parameter keeps its name, shape and dtype, but reads as NaN: `gathered` makes all of them whole, and `state_dict`
-    does so by itself (collective). Parameters may be looked up from anywhere inside the module's forward; what is kept
-    of them longer (a view, ``.detach()``) is memory that no longer exists. Not supported: backward with
-    ``create_graph=True``, and `torch.compile` of the module as a whole (it runs eagerly).
+    does so by itself (collective). Parameters may be looked up from anywhere inside the module's forward. What is kept
+    of them longer (a view, ``.detach()``) reads as NaN too, on a CPU with torch 2.13; elsewhere reading it is an
+    illegal access: keep a ``.clone()``. A backward with ``create_graph=True`` leaves the blocks that it uses whole
+    until the next forward. The module and its parts must not be compiled; a function around it may be, and calls it
+    eagerly.
 
     Args:
         module: see `DataParallel`; parameters of fp32, bf16, fp16 or fp64 (not complex).
@@ -102,6 +104,11 @@ class Zero(DataParallel):
     """
 
     optimizer: Any
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Zero: cannot be copied or pickled: each rank has a part; save full_state_dict() or sharded_state_dict()"
+        )
 
     def __init__(
         self,
@@ -225,18 +232,19 @@ class Zero(DataParallel):
     @contextlib.contextmanager
     def join(self, after_step: Callable[[], Any] | None = None) -> Iterator[None]:
         """See `DataParallel.join`. Without `after_step`, a rank whose loop has ended calls `optimizer.step()`, which is
-        collective, and `zero_grad()`.
+        collective, and `zero_grad()`. In stage 3 it takes part in the others' forwards and backwards by repeating the
+        order in which its own last step used the blocks.
 
         Raises:
-            RuntimeError: stage 3, where a forward needs all ranks: give each rank the same number of batches.
+            RuntimeError: stage 3, and this rank has never made a step, so that it does not know that order.
         """
-        if self._uses is not None:
-            raise RuntimeError(
-                "Zero: join: stage 3 gathers parameters in the forward, where a rank without a batch cannot take part;"
-                " use stage 1 or 2, or give each rank the same number of batches"
-            )
         with super().join(after_step or self._plain_step):
             yield
+
+    def _shadow(self) -> bool:
+        if isinstance(self._set, BlockSet):
+            self._set.repeat_last_step()
+        return super()._shadow()
 
     def _plain_step(self) -> None:
         self.optimizer.step()
@@ -275,9 +283,13 @@ class Zero(DataParallel):
         """Bytes of parameters, gradients and optimizer state, masters included, that this rank holds now; without what
         `tw.optim.Offload` keeps on the host.
         """
-        tensors = [*self._set.params, *(p.grad for p in self._set.params if p.grad is not None)]
-        if isinstance(self._set, BlockSet):
-            tensors += [memory for block in self._set.blocks for memory in block.memories]
+        home, gathered = self._set, 0
+        tensors = [p.grad for p in home.params if p.grad is not None]
+        if isinstance(home, BlockSet):
+            gathered = sum(block.held_bytes for block in home.blocks)
+            tensors += [nothing for block in home.blocks for nothing in block.nothing]
+        else:
+            tensors += home.params
         for shards in self._set.shards:
             tensors += shards
             for shard in shards:
@@ -286,7 +298,7 @@ class Zero(DataParallel):
                 if not self._sharded.offloaded:
                     tensors += [v for v in values if isinstance(v, Tensor)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(storages.values())
+        return gathered + sum(storages.values())
 
     # ---- state dicts
 
@@ -358,7 +370,7 @@ class Zero(DataParallel):
         self.load_error_feedback(errors)
         if world > 1:
             tensors = [*self._set.params, *self.module.buffers()]
-            broadcast_from_first(self._set.wire, tensors, self._set.driver.wait_for)
+            broadcast(self._set.wire, tensors, self._set.driver.wait_for)
         return groups, part
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -429,6 +441,15 @@ def _check(op: str, module: Any, optimizer: Any, stage: Any) -> None:
             f"{optimizer.__name__}, which needs whole parameters",
         )  # fmt: skip
     if isinstance(module, nn.Module):
+        for name, part in module.named_modules() if stage == 3 else ():
+            if (
+                isinstance(part, torch._dynamo.OptimizedModule)
+                or part._compiled_call_impl is not None
+            ):
+                raise value_error(
+                    op, "module", "no part compiled in stage 3",
+                    f"{name or 'the module itself'}; compile nothing, or use stage 1 or 2",
+                )  # fmt: skip
         for name, p in module.named_parameters():
             if p.is_complex():
                 raise type_error(op, f"module: {name}", "a real parameter", p.dtype)
