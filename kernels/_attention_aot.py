@@ -23,12 +23,17 @@ HEADS, TOKENS = 16, 4096
 TENSOR_CORES = ("80:mma.sync", "90:wgmma", "100:tcgen05|mma.sync")
 
 
-def _row(kind, D, archs, more=(), fix=False, patterns=TENSOR_CORES, **changed):
+def _row(
+    kind, D, archs, more=(), fix=False, patterns=TENSOR_CORES, bits=16, causal=True, **changed
+):
     """A row of `AOT` as a model of that head dim has it, with options `more`; `changed`: other constants."""
     kernel = KERNELS[kind]
-    O = sum(getattr(options, name).value for name in ("RIGHT", *more))
-    BM, BN, warps, stages = look_up(kind + "+" if more else kind, min(archs), 16, D, True)
-    types = {n: "*bf16" for n in kernel.arg_names if n.endswith("_ptr")}
+    edges = "BIAS" in more or bits == 32
+    names = (*(["RIGHT"] if causal else []), *(["EDGES"] if edges else []), *more)
+    O = sum(getattr(options, name).value for name in names)
+    BM, BN, warps, stages = look_up(kind + "+" if more else kind, min(archs), bits, D, causal)
+    dtype = "bf16" if bits == 16 else "fp32"
+    types = {n: f"*{dtype}" for n in kernel.arg_names if n.endswith("_ptr")}
     fp32 = ("lse", "delta", "norm", "alibi", "bias", "sinks", "dbias", "dalibi")
     types |= {f"{n}_ptr": "*fp32" for n in fp32}
     types |= {"bad_ptr": "*i32", "cu_q_ptr": "*i32", "cu_k_ptr": "*i32", "seed_ptr": "*i64"}
@@ -48,11 +53,11 @@ def _row(kind, D, archs, more=(), fix=False, patterns=TENSOR_CORES, **changed):
     )
     types |= {n: "i32" for n in integers}
     constants = {n: None for n, option in OPTION_OF.items() if option not in more}
-    tma = kind in USED_BY and not fix and "BIAS" not in more and min(archs) >= USED_BY[kind][0]
+    tma = kind in USED_BY and not fix and not edges and min(archs) >= USED_BY[kind][0]
     patterns = [*patterns, *(["90:bulk.tensor", "100:bulk.tensor"] if tma else [])]
     sizes = {"BM": BM, "BN": BN, "BD": D, "BDV": D}
     for number, (_, _, rows, columns) in enumerate(STREAMED.get(kind, ())):
-        box = f"bf16[1,1,{sizes[rows]},{sizes[columns]}]"
+        box = f"{dtype}[1,1,{sizes[rows]},{sizes[columns]}]"
         (types if tma else constants)[f"desc{number}"] = f"tensordesc<{box}>" if tma else None
     types = {n: t for n, t in types.items() if n in kernel.arg_names and n not in constants}
     for x in ("q", "k", "v", "do"):

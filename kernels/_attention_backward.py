@@ -40,7 +40,8 @@ def _flash_attention_delta_kernel(
     block, b, h = locate(tl.cdiv(Tq, BM), H)
     rows = block * BM + tl.arange(0, BM)
     e = tl.arange(0, BDV)
-    out = load(out_ptr + (b * Tq * H + h) * Dv, rows, H * Dv, e, Tq, Dv, True, True)
+    at = out_ptr + (b * Tq * H + h) * Dv + rows.to(tl.int64)[:, None] * (H * Dv) + e[None, :]
+    out = tl.load(at, mask=(rows[:, None] < Tq) & (e[None, :] < Dv), other=0.0)
     dout = load(dout_ptr + b * do_batch + h * do_head, rows, do_row, e, Tq, Dv, True, True)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     at = (b * H + h) * Tq + rows

@@ -15,7 +15,8 @@ EXTRAS = sum(option.value for option in (SOFTCAP, ALIBI, BIAS, SINKS, DROPOUT))
 
 # (kernel, first architecture, bits of an element, padded head dim[, causal or not]): tile. "fwd+" and so on: for calls
 # with options of the score, which want registers. fp32 runs on FMA units, whose operands are whole rows in registers:
-# there dk spills from a head dim of 256 on, in the smallest tile that tl.dot takes and also without dv.
+# there every block compares positions (`EDGES`), and from a head dim of 128 on dk and dv multiply slices of columns. Of
+# dk's spills 12 to 56 bytes are left, for which ptxas stays below the registers that it may use.
 TILES = {
     ("fwd", 80, 16, 64): (128, 64, 4, 3),
     ("fwd", 80, 16, 128): (64, 64, 4, 2),
@@ -54,7 +55,7 @@ TILES = {
     ("dbias", 80, 16, 512): (16, 16, 4, 1),
     ("fwd", 80, 32, 64): (32, 32, 4, 1),
     ("fwd", 80, 32, 128): (32, 32, 8, 1),
-    ("fwd", 80, 32, 256): (32, 32, 8, 1),
+    ("fwd", 80, 32, 256): (32, 16, 8, 1),
     ("fwd", 80, 32, 512): (16, 16, 8, 1),
     ("dkv", 80, 32, 64): (16, 32, 8, 1),
     ("dkv", 80, 32, 128): (16, 16, 8, 1),

@@ -26,17 +26,13 @@ def _stride(x, dim):
 
 
 def _unfit(name, x):
-    """Why x (B, T, heads, D) has no descriptor, or None."""
+    """Why x (B, T, heads, D), which has whole packs (flash_attention.py), has no descriptor, or None."""
     if x.numel() == 0:
         return f"{name} is empty"
-    if x.data_ptr() % ALIGNMENT:
-        return f"{name} does not begin at a multiple of {ALIGNMENT} bytes"
-    if x.stride(3) != 1 and x.shape[3] > 1:
-        return f"elements of {name}'s rows are not next to each other"
     for dim, axis in enumerate(("batches", "rows", "heads")):
         step = _stride(x, dim)
-        if step % ALIGNMENT or step <= 0:
-            return f"{step} bytes between {axis} of {name}, not a multiple of {ALIGNMENT} above 0"
+        if step <= 0:
+            return f"{step} bytes between {axis} of {name}"
         if step >= 2**40 or x.shape[dim] >= 2**31:
             return f"{axis} of {name} are too far apart or too many"
     return None
@@ -49,8 +45,9 @@ def refusal(kind, call, arch):
     first, most = USED_BY[kind]
     if arch < first or max(call["D"], call["Dv"]) > most:
         return f"its registers are full on sm_{arch} with head dim {max(call['D'], call['Dv'])}"
-    if call["O"] & options.BIAS.value:
-        return "a bias may hide any pair, so every block is an edge"
+    if call["O"] & options.EDGES.value:
+        why = "a bias may hide any pair" if call["O"] & options.BIAS.value else "its dtype is fp32"
+        return f"{why}, so every block is an edge"
     return next(
         (r for name, at, _, _ in STREAMED[kind] if (r := _unfit(name, call[at])) is not None), None
     )

@@ -21,6 +21,7 @@ from trainwright.kernels._attention_scores import (
 from trainwright.kernels._attention_tiles import (
     BIAS,
     DROPOUT,
+    EDGES,
     SINKS,
     VARLEN,
     band_of,
@@ -35,6 +36,7 @@ from trainwright.kernels._attention_tiles import (
     odd_row,
     place_of,
     product,
+    product_by_columns,
     query_ranges,
     sequence,
     span_of,
@@ -44,11 +46,13 @@ from trainwright.kernels._attention_tiles import (
 
 @triton.jit
 def _dkv_range(
-    dk, dv, k, v, q_ptr, dout_ptr, q_desc, do_desc, place, lse_ptr, delta_ptr, norm_ptr, keys, n0, span, q_row, do_row,
-    D, Dv, Tq, sink, terms, band, dropout, MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
-    FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    dk, dv, k, v, k_ptr, v_ptr, k_row, v_row, Tk, q_ptr, dout_ptr, q_desc, do_desc, place, lse_ptr, delta_ptr,
+    norm_ptr, keys, n0, span, q_row, do_row, D, Dv, Tq, sink, terms, band, dropout, MASKED: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    SLICED: tl.constexpr = q_ptr.dtype.element_ty == tl.float32 and (BD > 64 or BDV > 64)
     d, e = tl.arange(0, BD), tl.arange(0, BDV)
     _seed, _threshold, rescale, _b, _h = dropout
     n, steps = blocks_in(span, BM)
@@ -57,7 +61,12 @@ def _dkv_range(
         rows = start + tl.arange(0, BM)
         q = load_block(q_ptr, q_desc, place, start, q_row, d, Tq, D, MASKED, EVEN_D, TMA, BM, BD)
         lse, delta, norm, share = row_statistics(lse_ptr, delta_ptr, norm_ptr, rows, Tq, sink, O)
-        qk = product(k, tl.trans(q), PRECISION)
+        if SLICED:
+            qk = product_by_columns(
+                k_ptr, keys, k_row, Tk, q_ptr, rows, q_row, Tq, D, BN, BM, BD, PRECISION
+            )
+        else:
+            qk = product(k, tl.trans(q), PRECISION)
         s, t, seen = scores(qk, rows[None, :], keys[:, None], terms, band, MASKED, O)
         if MASKED:
             seen = seen & (rows[None, :] < Tq)
@@ -70,7 +79,12 @@ def _dkv_range(
             keep = tl.trans(kept(rows, n0, dropout, BN))
         dp = p
         if NEED_DK:
-            dp = product(v, tl.trans(dout), PRECISION)
+            if SLICED:
+                dp = product_by_columns(
+                    v_ptr, keys, v_row, Tk, dout_ptr, rows, do_row, Tq, Dv, BN, BM, BDV, PRECISION
+                )
+            else:
+                dp = product(v, tl.trans(dout), PRECISION)
         weight, _ds, dqk = gradients(
             p, dp, t, seen, keep, delta[None, :], share[None, :], rescale, MASKED, O
         )
@@ -144,7 +158,7 @@ def _flash_attention_dkv_kernel(
         v = load(v_ptr, keys, v_row, e, Tk, Dv, True, not EVEN_DV)
     band = band_of(Tq, Tk, left, right, O)
     ranges = query_ranges(n0, Tq, Tk, band, FIX, O, BM, BN)
-    PARTS: tl.constexpr = 1 if FIX or BIAS & O else 2
+    PARTS: tl.constexpr = 1 if FIX or EDGES & O else 2
     # A gradient that is not wanted takes one element's place, not a tile's.
     dk = tl.zeros((BN, BD) if NEED_DK else (1, 1), dtype=tl.float32)
     dv = tl.zeros((BN, BDV) if NEED_DV else (1, 1), dtype=tl.float32)
@@ -167,9 +181,10 @@ def _flash_attention_dkv_kernel(
         place = place_of(batch, h, first_q)
         for part in tl.static_range(PARTS):
             dk, dv = _dkv_range(
-                dk, dv, k, v, q_h, do_h, desc0, desc1, place, lse_ptr + at, delta_ptr + at, norm_h, keys, n0,
-                span_of(ranges, part == 0), q_row, do_row, D, Dv, Tq, sink, terms, band, dropout, part == 0, NEED_DK,
-                NEED_DV, FIX, O, BM, BN, BD, BDV, EVEN_D, EVEN_DV, PRECISION, TMA, STAGES,
+                dk, dv, k, v, k_ptr, v_ptr, k_row, v_row, Tk, q_h, do_h, desc0, desc1, place, lse_ptr + at,
+                delta_ptr + at, norm_h, keys, n0, span_of(ranges, part == 0), q_row, do_row, D, Dv, Tq, sink, terms,
+                band, dropout, part == 0, NEED_DK, NEED_DV, FIX, O, BM, BN, BD, BDV, EVEN_D, EVEN_DV, PRECISION, TMA,
+                STAGES,
             )  # fmt: skip
         if FIX:
             first, _inner, _outer, last = ranges

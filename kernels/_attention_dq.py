@@ -18,6 +18,7 @@ from trainwright.kernels._attention_scores import (
 from trainwright.kernels._attention_tiles import (
     BIAS,
     DROPOUT,
+    EDGES,
     SINKS,
     VARLEN,
     band_of,
@@ -140,7 +141,7 @@ def _flash_attention_dq_kernel(
     dq = tl.zeros((BM, BD) if NEED_DQ else (1, 1), dtype=tl.float32)
     da = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM,), dtype=tl.float32)
-    PARTS: tl.constexpr = 1 if FIX or BIAS & O else 2
+    PARTS: tl.constexpr = 1 if FIX or EDGES & O else 2
     for part in tl.static_range(PARTS):
         dq, da, total = _dq_range(
             dq, da, total, q, dout, stats, k_ptr, v_ptr, desc0, desc1, place, rows, span_of(ranges, part == 0), k_row,

@@ -22,8 +22,8 @@ from trainwright.kernels._attention_scores import (
     to_unit,
 )
 from trainwright.kernels._attention_tiles import (
-    BIAS,
     DROPOUT,
+    EDGES,
     SINKS,
     VARLEN,
     band_of,
@@ -137,7 +137,7 @@ def _flash_attention_fwd_kernel(
     acc = tl.zeros((BM, BDV), dtype=tl.float32)
     m = tl.full((BM,), float("-inf"), dtype=tl.float32)
     l = tl.zeros((BM,), dtype=tl.float32)
-    PARTS: tl.constexpr = 1 if FIX or BIAS & O else 2
+    PARTS: tl.constexpr = 1 if FIX or EDGES & O else 2
     for part in tl.static_range(PARTS):
         acc, m, l = _fwd_range(
             acc, m, l, q, k_ptr, v_ptr, desc0, desc1, place, rows, span_of(ranges, part == 0), k_row, v_row, D, Dv, Tk,

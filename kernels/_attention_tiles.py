@@ -17,6 +17,10 @@ ALIBI = tl.constexpr(32)
 BIAS = tl.constexpr(64)
 SINKS = tl.constexpr(128)
 DROPOUT = tl.constexpr(256)
+EDGES = tl.constexpr(
+    512
+)  # every block compares positions, in one loop: with a bias, which may hide any pair, and in
+# fp32, where that is little beside products on FMA units, whose operands a loop without masks keeps in registers
 
 
 @triton.jit
@@ -45,14 +49,18 @@ def sequence(cu_ptr, b, T, O: tl.constexpr):
 def load(
     ptr, rows, stride, columns, size, width, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.constexpr
 ):
-    """rows x columns of a matrix, 0 past `size` rows or `width` columns."""
-    at = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    """rows x columns of a matrix, 0 past `size` rows or `width` columns. Its rows begin at multiples of 16 bytes, and
+    what follows them up to the next is 0 (`whole_packs` in flash_attention.py)."""
+    PACK: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    at = tl.multiple_of(ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :], [1, 16])
+    inside = columns < tl.cdiv(width, PACK) * PACK
     if MASK_ROWS and MASK_COLUMNS:
-        return tl.load(at, mask=(rows[:, None] < size) & (columns[None, :] < width), other=0.0)
+        mask = tl.max_constancy((rows[:, None] < size) & inside[None, :], [1, PACK])
+        return tl.load(at, mask=mask, other=0.0)
     if MASK_ROWS:
         return tl.load(at, mask=rows[:, None] < size, other=0.0)
     if MASK_COLUMNS:
-        return tl.load(at, mask=columns[None, :] < width, other=0.0)
+        return tl.load(at, mask=tl.max_constancy(inside, PACK)[None, :], other=0.0)
     return tl.load(at)
 
 
@@ -75,6 +83,22 @@ def product(a, b, PRECISION: tl.constexpr):
     if PRECISION == "upcast":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def product_by_columns(
+    a_ptr, a_rows, a_row, a_size, b_ptr, b_rows, b_row, b_size, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a b^T of rows of two matrices, from memory in slices of their columns: on FMA units a product holds whole rows of
+    its operands in registers, and those of a large head dim do not fit."""
+    acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in tl.range(0, BD, 32):
+        d = first + tl.arange(0, 32)
+        a = load(a_ptr, a_rows, a_row, d, a_size, width, True, True)
+        b = load(b_ptr, b_rows, b_row, d, b_size, width, True, True)
+        acc = dot(acc, a, tl.trans(b), PRECISION)
+    return acc
 
 
 @triton.jit
@@ -111,7 +135,7 @@ def key_ranges(
     if RIGHT & O:
         last = tl.minimum(i0 + BM + offset + right, Tk)
         outer = tl.minimum(tl.maximum(i0 + offset + right + 1, 0) // BN * BN, outer)
-    if FIX or BIAS & O:  # a bias may hide any pair
+    if FIX or EDGES & O:
         inner, outer = first, first
     return first, inner, tl.maximum(outer, inner), last
 
@@ -129,7 +153,7 @@ def query_ranges(
     if LEFT & O:
         last = tl.minimum(n0 + BN - offset + left, Tq)
         outer = tl.minimum(tl.maximum(n0 + left - offset + 1, 0) // BM * BM, outer)
-    if FIX or BIAS & O:
+    if FIX or EDGES & O:
         inner, outer = first, first
     else:
         if n0 + BN > Tk:

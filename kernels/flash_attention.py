@@ -19,7 +19,7 @@ from trainwright.kernels._attention_backward import (
 )
 from trainwright.kernels._attention_bias import _flash_attention_dbias_kernel
 from trainwright.kernels._attention_configs import FIX, architecture, padded, tile_of
-from trainwright.kernels._attention_descriptors import descriptors, refusal
+from trainwright.kernels._attention_descriptors import ALIGNMENT, descriptors, refusal
 from trainwright.kernels._attention_dkv import _flash_attention_dkv_kernel
 from trainwright.kernels._attention_dq import _flash_attention_dq_kernel
 from trainwright.kernels._attention_forward import _flash_attention_fwd_kernel
@@ -51,8 +51,33 @@ def _run(kind, kernel, programs, call, tile, **more):
     _launch(kernel, programs, tile["num_warps"], call, tile, FIX[kind], {"FIX": True, "STAGES": 1})
 
 
-def _inner_contiguous(*tensors):
-    return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
+def whole_packs(*tensors):
+    """As they are, or copies with zeros behind each row, so that rows begin at and reach to multiples of 16 bytes.
+
+    Then all loads of tiles are as wide, and Triton treats those of a loop alike. Where it can copy one operand of the
+    loop's two products in the background (cp.async) and must carry the other through registers, Triton 3.8 puts its
+    fence for wgmma before the wait for that copy: nothing orders the copy's writes before wgmma's reads.
+    """
+    return [x if _has_whole_packs(x) else _in_whole_packs(x) for x in tensors]
+
+
+def _has_whole_packs(x):
+    pack = ALIGNMENT // x.element_size()
+    steps = [x.stride(dim) for dim in range(3) if x.shape[dim] > 1]
+    return (
+        x.data_ptr() % ALIGNMENT == 0
+        and x.stride(3) == 1
+        and not any(n % pack for n in (x.shape[3], *steps))
+    )
+
+
+def _in_whole_packs(x):
+    pack = ALIGNMENT // x.element_size()
+    D = x.shape[3]
+    whole = x.new_empty(*x.shape[:3], triton.cdiv(D, pack) * pack)
+    whole[..., D:] = 0
+    whole[..., :D] = x
+    return whole
 
 
 def _strides(name, x):
@@ -64,11 +89,12 @@ def _flags(**chosen):
 
 
 def _call(
-    q, k, v, lse, cu_q, cu_k, alibi, bias, sinks, seed, max_q, max_k, scale, left, right, top_left, softcap, dropout_p
+    D, Dv, q, k, v, lse, cu_q, cu_k, alibi, bias, sinks, seed, max_q, max_k, scale, left, right, top_left, softcap,
+    dropout_p,
 ):  # fmt: skip
-    """What the kernels are called with, by argument."""
-    B, Tq, H, D = q.shape
-    Tk, G, Dv = k.shape[1], k.shape[2], v.shape[3]
+    """What the kernels are called with, by argument. q, k and v have whole packs, D and Dv elements of a row count."""
+    B, Tq, H = q.shape[:3]
+    Tk, G = k.shape[1], k.shape[2]
     total_q, total_k = Tq, Tk
     if cu_q is not None:
         B, Tq, Tk = cu_q.shape[0] - 1, max_q, max_k
@@ -79,6 +105,7 @@ def _call(
     O = _flags(
         LEFT=left >= 0, RIGHT=right >= 0, TOP_LEFT=top_left, VARLEN=cu_q is not None, SOFTCAP=softcap > 0,
         ALIBI=alibi is not None, BIAS=bias is not None, SINKS=sinks is not None, DROPOUT=drop > 0,
+        EDGES=bias is not None or q.dtype == torch.float32,
     )  # fmt: skip
     alibi_strides = alibi.stride() if alibi is not None else (0, 0)
     bias_strides = (0, 0, 0, 0)
@@ -109,10 +136,10 @@ def _fill_outside(x, dim, cu, value=0.0):
 
 
 def flash_attention_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest):
-    q, k, v = _inner_contiguous(q, k, v)
-    out = q.new_empty(*q.shape[:3], v.shape[3])
+    D, Dv = q.shape[3], v.shape[3]
+    out = q.new_empty(*q.shape[:3], Dv)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-    call = _call(q, k, v, lse, cu_seqlens_q, cu_seqlens_k, *rest)
+    call = _call(D, Dv, *whole_packs(q, k, v), lse, cu_seqlens_q, cu_seqlens_k, *rest)
     tile = tile_of("fwd", call)
     programs = triton.cdiv(call["Tq"], tile["BM"]) * call["B"] * call["H"]
     _run("fwd", _flash_attention_fwd_kernel, programs, call, tile, out_ptr=out)
@@ -154,8 +181,8 @@ def _dbias(call, bias):
 def flash_attention_bwd(dout, dlse, q, k, v, out, lse, *rest):
     *rest, need = rest
     need_dq, need_dk, need_dv, need_dalibi, need_dbias, need_dsinks = need
-    dout, q, k, v = _inner_contiguous(dout, q, k, v)
-    call = _call(q, k, v, lse, *rest)
+    dout, *wide = whole_packs(dout, q, k, v)
+    call = _call(q.shape[3], v.shape[3], *wide, lse, *rest)
     cu_q, cu_k, bias, sinks = (call[f"{n}_ptr"] for n in ("cu_q", "cu_k", "bias", "sinks"))
     B, H, Tq, Dv = (call[n] for n in ("B", "H", "Tq", "Dv"))
     delta = torch.empty_like(lse)

@@ -14,7 +14,9 @@ def results(q, k, v, **options):
 
     def call():
         out = tw.flash_attention(*leaves, causal=True, backend="triton", **options)
-        dout = torch.linspace(-1, 1, 20).expand(out.shape)  # no bytes between its rows
+        dout = (
+            torch.linspace(-1, 1, 24).to(out.dtype).expand(out.shape)
+        )  # no bytes between its rows
         found.extend([out, *torch.autograd.grad(out, leaves, dout)])
 
     return found, tw.explain(call)
@@ -24,7 +26,7 @@ def results(q, k, v, **options):
 def test_descriptors_change_no_bit(backend, monkeypatch):
     from trainwright.kernels import flash_attention as kernels
 
-    q, k, v = torch.randn(1, 90, 2, 24), torch.randn(1, 90, 1, 24), torch.randn(1, 90, 1, 20)
+    q, k, v = (torch.randn(1, 90, heads, 24).bfloat16() for heads in (2, 1, 1))
     expected, text = results(q, k, v)
     assert "fwd reads by pointers: sm_80 has no tensor descriptors" in text
     monkeypatch.setattr(kernels, "architecture", lambda: 100)
@@ -35,3 +37,5 @@ def test_descriptors_change_no_bit(backend, monkeypatch):
     assert all(same_bits(a, b) for a, b in zip(found, expected))
     _, text = results(q, k, v, bias=torch.zeros(90, 90))
     assert "fwd reads by pointers: a bias may hide any pair" in text
+    _, text = results(q.float(), k.float(), v.float())
+    assert "fwd reads by pointers: its dtype is fp32" in text
