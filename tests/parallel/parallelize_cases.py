@@ -1,5 +1,6 @@
 """What test_parallelize.py runs in each rank: case(rank, world) -> list of what is wrong."""
 
+import contextlib
 import copy
 
 import torch
@@ -8,10 +9,13 @@ from numerics import parallel_close
 from split_cases import unexpected
 from tensor_cases import integers
 from torch import nn
+from torch.distributed import init_device_mesh
 from torch.nn import functional as F
 from trainwright.parallel import (
     ColumnParallelLinear,
+    DataParallel,
     Style,
+    Zero,
     gather_rows,
     parallelize,
     scatter_rows,
@@ -283,3 +287,73 @@ def messages(rank, world):
         ),
     }  # fmt: skip
     return unexpected(cases)
+
+
+class Shared(nn.Module):
+    """A layer of which the ranks of a group hold more than they need, in both dimensions, between others."""
+
+    def __init__(self, width=6, hidden=7):
+        super().__init__()
+        self.norm = tw.nn.RMSNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.shared = nn.Linear(width, 5)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(F.relu(self.up(y))), self.shared(y)
+
+
+def averaged_and_divided(rank, world):
+    """2 x 2 ranks: split over neighbours, averaged over the others by token weight, the optimizer in every stage of
+    Zero; the norm, by which all gradients are cut short, and the parameters are those of one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"].get_group(), mesh["tp"].get_group()
+    overlapping = Style("column", {"ranges": [(0, 3), (2, 5)]})
+    wrong = []
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(3)
+        whole = Shared()
+        model = copy.deepcopy(whole)
+        parts = parallelize(model, {"up": "column", "down": "row", "shared": overlapping}, group=tp)
+        options = {"lr": 3.0, "max_grad_norm": 0.05}
+        kind = parts.optimizer_class(tw.optim.SGD)
+        if stage:
+            parallel = Zero(model, kind, stage=stage, group=dp, bucket_mb=0.0002, **options)
+            ours = parallel.optimizer
+        else:
+            parallel = DataParallel(model, group=dp)
+            ours = kind(model.parameters(), **options)
+        theirs = tw.optim.SGD(whole.parameters(), **options)
+        for step in range(2):
+            seeds = (torch.Generator().manual_seed(10 * step + r) for r in (0, 1))
+            batches = [torch.randn(4, 6, generator=g) for g in seeds]
+
+            def loss(m, x, sharded=False):
+                y, z = m(x)
+                if sharded:  # both have output 2
+                    z = z[:, :3] if rank % 2 == 0 else z[:, 1:]
+                return y.square().mean() + z.square().sum() / 20
+
+            parallel.loss_weight(1 + rank // 2)
+            loss(parallel, batches[rank // 2], True).backward()
+            for weight, x in zip((1, 2), batches):
+                (loss(whole, x) * weight / 3).backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            norms = [o.last_step.grad_norm for o in (ours, theirs)]
+            if not parallel_close("training gradient norm", *norms):
+                wrong.append(f"stage {stage}: norm {norms}")
+        with parallel.gathered() if stage else contextlib.nullcontext():
+            for name, p in model.named_parameters():
+                full = parts.whole(name, p, everywhere=True)
+                if not parallel_close("sharded gradient", full, whole.get_parameter(name)):
+                    wrong.append(f"stage {stage}: {name}")
+        if stage:
+            try:
+                parallel.clip_grad_norm(1.0)
+                wrong.append("clip_grad_norm")
+            except RuntimeError as error:
+                wrong += [] if "give the optimizer max_grad_norm" in str(error) else [error]
+    return wrong

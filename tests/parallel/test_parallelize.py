@@ -14,6 +14,7 @@ ON_WORLD = {
         "trains_as_the_whole_model", "there_and_back", "shared_rows_count_once", "rows", "router_gradients",
         "tied_head",
     ],
+    4: ["averaged_and_divided"],
 }  # fmt: skip
 
 

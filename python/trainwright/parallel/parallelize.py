@@ -83,6 +83,17 @@ def parallelize(
             "blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row", "embedding": "vocab",
         })
         optimizer = tp.optimizer(tw.optim.AdamW, model.parameters(), lr=1e-3, max_grad_norm=1.0)
+
+    Together with data parallel, on 2 x 2 ranks: split first, then average over the ranks that hold the same part. Zero
+    gets the optimizer's class, which knows of the split::
+
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        tp = parallelize(model, plan, group=mesh["tp"].get_group())
+        dp = DataParallel(model, group=mesh["dp"].get_group())  # or
+        zero = Zero(model, tp.optimizer_class(tw.optim.AdamW), stage=2, group=mesh["dp"].get_group(), max_grad_norm=1.0)
+
+    The int8 wire is not for a split model: where its blocks begin depends on the shapes, so what each rank holds whole
+    would no longer stay the same on all of them.
     """
     check_group(OP, group)
     if not isinstance(model, nn.Module):
@@ -284,6 +295,11 @@ class Parallelized:
         """``kind(params, **options)``, an optimizer of `tw.optim` whose `max_grad_norm` clips by the norm of the whole
         model's gradient: every element counts once, however many ranks hold it."""
         return clip_by_whole_norm(kind, self)(params, **options)
+
+    def optimizer_class(self, kind: type[Optimizer]) -> type[Optimizer]:
+        """`kind` with that norm, for `Zero`, which makes the optimizer itself."""
+        found: type[Optimizer] = clip_by_whole_norm(kind, self)
+        return found
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, every element counted once: a collective; 0-d fp32."""

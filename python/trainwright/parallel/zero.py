@@ -261,8 +261,14 @@ class Zero(DataParallel):
         """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns the norm before.
 
         As `tw.clip_grad_norm_` on one process. Tied parameters count once. `max_grad_norm` of the optimizer does the
-        same inside its step, without a pass of its own.
+        same inside its step, without a pass of its own, and is the way for a model that `parallelize` has split (here a
+        RuntimeError).
         """
+        if getattr(self._sharded, "of_split_model", False):
+            raise RuntimeError(
+                "Zero: clip_grad_norm: expected a whole model, got one that parallelize has split; give the optimizer"
+                " max_grad_norm"
+            )
         if self._stage == 1:
             return clip_grad_norm_(self._set.params, max_norm, norm_type)
         return self._set.clip(max_norm, norm_type)

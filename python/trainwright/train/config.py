@@ -135,8 +135,8 @@ class Config:
         need("heldout", 0 < self.heldout < 1, "a fraction between 0 and 1")
         need("dim", self.dim % (2 * self.heads) == 0, f"a multiple of 2 x heads = {2 * self.heads}")
         need("kv-heads", self.heads % self.kv_heads == 0, f"a divisor of heads = {self.heads}")
-        alone = self.zero or self.wire == "int8" or self.compare
-        need("tp", self.tp == 1 or not alone, "1 with --zero, --wire int8 or --compare")
+        alone = self.wire == "int8" or self.compare
+        need("tp", self.tp == 1 or not alone, "1 with --wire int8 or --compare")
         need("name", Path(self.name).name == self.name, "a folder name without slashes")
 
 

@@ -87,16 +87,14 @@ class Trainer:
             "group": self.split.dp_group if self.split else None,
         }  # fmt: skip
         self.estimate = estimate(self.model, stage=config.zero, world=self.data_ranks, **adam)
+        kind: type[AdamW] = self.split.parts.optimizer_class(AdamW) if self.split else AdamW
         self.zero = (
-            Zero(self.model, stage=config.zero, params=groups, **link, **adam)
+            Zero(self.model, kind, stage=config.zero, params=groups, **link, **adam)
             if config.zero
             else None
         )
         self.parallel = self.zero or DataParallel(self.model, **link)
-        if self.split:
-            self.optimizer: AdamW = self.split.parts.optimizer(AdamW, groups, **adam)
-        else:
-            self.optimizer = self.zero.optimizer if self.zero else AdamW(groups, **adam)
+        self.optimizer: AdamW = self.zero.optimizer if self.zero else kind(groups, **adam)
         self.train_blocks = data.Blocks(folder / "train.bin", config.context)
         self.heldout_blocks = data.Blocks(folder / "heldout.bin", config.context)
         self.sampler = data.TrainSampler(len(self.train_blocks), config.seed)
@@ -132,12 +130,18 @@ class Trainer:
         """Of ranks that share a model, one has something to add to the sums over all ranks."""
         return (0.0, 0) if self.split and self.split.tp_rank else (loss_sum, targets)
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model can be used by one rank alone, whatever is divided. A model that is split stays whole."""
-        if self.split:
-            self.split.parts.restore()
-            set_kv_heads(self.model, None)
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a forward needs no other rank than those that share its model."""
         return self.zero.gathered() if self.zero else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the model can be used by one rank alone, whatever is divided. A model that is split stays whole."""
+        with self.gathered():
+            if self.split:
+                self.split.parts.restore()
+                set_kv_heads(self.model, None)
+            yield
 
     def model_state_bytes(self) -> int:
         """Of parameters, gradients and optimizer state on this rank, before the gradients are dropped."""
@@ -152,8 +156,9 @@ class Trainer:
     @torch.no_grad()
     def heldout_loss(self) -> float:
         """Mean loss over the held-out targets, the same at any world size."""
-        # Ranks have different numbers of batches, but those that share a model the same.
-        with contextlib.nullcontext() if self.split else self.whole():
+        with (
+            self.gathered()
+        ):  # for ranks have different numbers of batches, but those that share a model the same
             return self._heldout_loss()
 
     def _heldout_loss(self) -> float:
@@ -171,8 +176,13 @@ class Trainer:
     def save(self, folder: Path, step: int) -> None:
         """A checkpoint after `step` steps, written by rank 0."""
         full = self.zero.full_state_dict() if self.zero else {}
-        if self.split:
+        if self.split and self.zero is None:
             full = {"model": self.split.parts.full_state_dict(), "optimizer": self._states(True)}
+        elif (
+            self.split and full
+        ):  # of this rank's part of the model, on the first rank of each data-parallel group
+            model = {name: self.split.parts.whole(name, x) for name, x in full["model"].items()}
+            full = {"model": model, "optimizer": self._states(True, full["optimizer"])}
         errors = self.parallel.error_feedback()
 
         def write() -> None:
@@ -213,7 +223,11 @@ class Trainer:
             self.optimizer.param_groups, self.names, tensors, loaded.state["optimizer"]
         )
         if self.zero:
-            self.zero.load_full_state_dict({"model": loaded.model, "optimizer": state})
+            model = loaded.model
+            if self.split:
+                model = {name: self.split.parts.part(name, x) for name, x in model.items()}
+                state = self._states(False, state)
+            self.zero.load_full_state_dict({"model": model, "optimizer": state})
         elif self.split:
             self.split.parts.load_full_state_dict(loaded.model)
             self.optimizer.load_state_dict(self._states(False, state))
