@@ -219,42 +219,71 @@ class _Ordered(_Plan):
 class _Ring(_Plan):
     """A turn is one product, for rank - 1 - step of a chunk, added to what comes from the left and sent on or kept.
 
-    The turns of two chunks alternate, so that a sum can travel while another is added to. All ranks take them in this
-    order, so the messages between two of them never cross.
+    The turns of two chunks alternate, so that a sum can travel while another is added to, and the first turns of the
+    next two stand before the last ones of these, which send nothing: so the link has no pause. All ranks take them in
+    this order, so the messages between two of them never cross.
     """
 
     def actions(self) -> list[Action]:
         self.coming: dict[tuple[int, int], str] = {}  # turn -> buffer of what is added
         together = 2 if self.overlap else 1
-        for first in range(0, self.chunks, together):
-            chunks = range(first, min(first + together, self.chunks))
-            turns = [
-                (chunk, step)
-                for step in range(self.world)
-                for chunk in chunks
-                if self.counts[(self.me - 1 - step) % self.world][chunk]
-            ]
-            for chunk, step in turns if not self.overlap else ():
-                target = (self.me - 1 - step) % self.world
-                self._product(target, chunk, f"product{target}")
-            for number, turn in enumerate(turns):
-                self._expect(turn)
-                if self.overlap and number + 1 < len(turns):
-                    self._expect(turns[number + 1])
+        groups = [
+            range(first, min(first + together, self.chunks))
+            for first in range(0, self.chunks, together)
+        ]
+        orders = self._pipelined(groups) if self.overlap else self._one_by_one(groups)
+        turns = [t for order in orders for t in order if self._count(*t)]
+        received = [t for t in turns if t[1]]
+        for chunks, order in zip(groups, orders):
+            for chunk, step in order if not self.overlap else ():
+                if self._count(chunk, step):
+                    target = (self.me - 1 - step) % self.world
+                    self._product(target, chunk, f"product{target}")
+            for turn in filter(lambda t: self._count(*t), order):
+                self._expect(received, chunks)
                 self._turn(*turn)
+                if turn[1]:
+                    received.pop(0)
+            self._expect(received, chunks)
             for chunk in chunks:
                 self._spread(chunk)
         return self._end()
 
-    def _expect(self, turn: tuple[int, int]) -> None:
-        """A buffer for what comes from the left to be added in a turn."""
-        chunk, step = turn
-        if not step or turn in self.coming:
-            return
-        target, left = (self.me - 1 - step) % self.world, (self.me - 1) % self.world
-        self.coming[turn] = f"in{len(self.coming) % 2}"
-        size, content = self.counts[target][chunk] * self.item_bytes, f"q{left}>{target}.{chunk}"
-        self._recv(self._tag(0, chunk, left, target), left, self.coming[turn], content, size)
+    def _count(self, chunk: int, step: int) -> int:
+        return self.counts[(self.me - 1 - step) % self.world][chunk]
+
+    def _one_by_one(self, groups: list[range]) -> list[list[tuple[int, int]]]:
+        return [[(chunk, step) for step in range(self.world) for chunk in g] for g in groups]
+
+    def _pipelined(self, groups: list[range]) -> list[list[tuple[int, int]]]:
+        """By group, the turns to be taken until its chunks are done."""
+        if self.world == 1:
+            return self._one_by_one(groups)
+        orders = []
+        for number, (chunks, following) in enumerate(zip(groups, [*groups[1:], range(0)])):
+            steps = range(min(number, 1), self.world - 1)
+            order = [(chunk, step) for step in steps for chunk in chunks]
+            for i, chunk in enumerate(chunks):
+                order += [(early, 0) for early in following[i : i + 1]]
+                order.append((chunk, self.world - 1))
+            orders.append(order)
+        return orders
+
+    def _expect(self, received: list[tuple[int, int]], chunks: range) -> None:
+        """Buffers for what comes from the left to be added in the next turns: two of them, but none that the left sends
+        only after it has spread its results of these chunks.
+        """
+        me, world = self.me, self.world
+        for chunk, step in received[: 2 if self.overlap else 1]:
+            if chunk not in chunks and not (self.overlap and step == 1):
+                return
+            if (chunk, step) in self.coming:
+                continue
+            target, left = (me - 1 - step) % world, (me - 1) % world
+            buffer = self.coming[chunk, step] = f"in{len(self.coming) % 2}"
+            size = self.counts[target][chunk] * self.item_bytes
+            tag = self._tag(0, chunk, left, target)
+            self._recv(tag, left, buffer, f"q{left}>{target}.{chunk}", size)
 
     def _turn(self, chunk: int, step: int) -> None:
         me, world = self.me, self.world
