@@ -223,15 +223,14 @@ def assert_trained_alike(one, other):
 
 
 def test_split_models_are_averaged_and_divided(tmp_path, text):
-    """2 x 2 ranks: a model over two, two of those by data parallel, its state divided by ZeRO 3, then whole, then 1."""
+    """2 x 2 ranks: a model over two, two of those by data parallel; its state divided by ZeRO 3, then by stage 1."""
     given = options(
-        tmp_path, text, dtype="float32", steps=30, heads=3, kv_heads=1, dim=36, eval_every=15, sample_tokens=4
+        tmp_path, text, dtype="float32", steps=20, heads=3, kv_heads=1, dim=36, eval_every=10, sample_tokens=4
     )  # fmt: skip
     run({**given, "name": "one"})
     two_ranks({**given, "name": "split", "tp": 2, "zero": 3, "stop_after": 10}, world=4)
-    for zero in (0, 1):
-        resumed = {"out": given["out"], "name": "split", "resume": True, "zero": zero}
-        two_ranks({**resumed, "stop_after": 10}, world=4)
+    resumed = {"out": given["out"], "name": "split", "resume": True, "zero": 1, "stop_after": 0}
+    two_ranks(resumed, world=4)
     assert_trained_alike(tmp_path / "runs/one", tmp_path / "runs/split")
 
 
