@@ -88,18 +88,48 @@ struct WiderOf<double, double> {
 template<class F, class G>
 using wider_t = typename WiderOf<F, G>::type;
 
+// x as it was stored at p, rounded.
+template<class A, class F, class X, class K>
+X stored(const F* p, X x, K k) {
+  if constexpr (std::is_same_v<F, A>)
+    return x;
+  else
+    return vload<A>(p, k);
+}
+template<class A, class X>
+void add_to(GradStats<A>& stats, X x, Full) {
+  stats.add(x);
+}
+template<class A, class X>
+void add_to(GradStats<A>& stats, X x, Pairs) {
+  each([&](vec<A> half) { stats.add(half); }, x);
+}
+template<class A, class X>
+void add_to(GradStats<A>& stats, X x, int64_t n) {
+  stats.add(keep<A>(x, n, A(0)));
+}
+
+// The sums are the caller's only at the end: in memory, each would wait for the one before.
 template<class A, class F, class G>
 void pack_run(F* flat, const G* grad, int64_t n, A scale, bool accumulate, GradStats<A>& stats) {
-  auto write = [&](int64_t i, vec<A> x, auto k) {
+  GradStats<A> sums = stats;
+  auto write = [&](int64_t i, auto x, auto k) {
     vstore<A>(flat + i, x, k);
-    stats.add(keep<A>(vload<A>(flat + i, k), k, A(0)));  // as it was stored, rounded
+    add_to<A>(sums, stored<A>(flat + i, x, k), k);
   };
   if (accumulate)
-    for_lanes<A>(n, [&](int64_t i, auto k) {
-      write(i, vload<A>(flat + i, k) + vload<A>(grad + i, k) * scale, k);
+    for_operands<A, F*, const G*>(n, [&](int64_t i, auto k) {
+      auto sum = vload<A>(flat + i, k), x = vload<A>(grad + i, k);
+      each([&](vec<A>& s, vec<A> g) { s += g * scale; }, sum, x);
+      write(i, sum, k);
     });
   else
-    for_lanes<A>(n, [&](int64_t i, auto k) { write(i, vload<A>(grad + i, k) * scale, k); });
+    for_operands<A, F*, const G*>(n, [&](int64_t i, auto k) {
+      auto x = vload<A>(grad + i, k);
+      each([&](vec<A>& g) { g *= scale; }, x);
+      write(i, x, k);
+    });
+  stats = sums;
 }
 
 template<class F, class G>
@@ -152,11 +182,15 @@ void sum_block(const OrderedSumArgs& a, int64_t begin, int64_t end, double* part
   F* out = static_cast<F*>(a.out);
   const A scale = static_cast<A>(a.scale);
   GradStats<A> stats;
-  for_lanes<A>(end - begin, [&](int64_t i, auto k) {
-    vec<A> sum = vload<A>(chunks[0] + begin + i, k);
-    for (int64_t w = 1; w < a.W; ++w) sum += vload<A>(chunks[w] + begin + i, k);
-    vstore<A>(out + begin + i, sum * scale, k);
-    stats.add(keep<A>(vload<A>(out + begin + i, k), k, A(0)));
+  for_operands<A, const C*, F*>(end - begin, [&](int64_t i, auto k) {
+    auto sum = vload<A>(chunks[0] + begin + i, k);
+    for (int64_t w = 1; w < a.W; ++w) {
+      auto next = vload<A>(chunks[w] + begin + i, k);
+      each([](vec<A>& s, vec<A> x) { s += x; }, sum, next);
+    }
+    each([&](vec<A>& s) { s *= scale; }, sum);
+    vstore<A>(out + begin + i, sum, k);
+    add_to<A>(stats, stored<A>(out + begin + i, sum, k), k);
   });
   partial[0] = stats.sum();
   partial[1] = stats.not_finite();
