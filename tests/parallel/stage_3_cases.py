@@ -287,7 +287,7 @@ def the_user_reads_and_writes(rank, world):
 def what_stage_3_refuses(rank, world):
     zero = Zero(mlp(32, 24, 32, dtype=torch.float32), stage=3, **SMALL)
     x = batch(2, 32, torch.float32)
-    with pytest.raises(ValueError, match='Zero: overlap: expected "auto" or "off", got'):
+    with pytest.raises(ValueError, match='Zero: overlap: expected "auto", "forward" or "off", got'):
         Zero(mlp(2, 2), stage=3, overlap="on", timeout=TIMEOUT)
     zero.close()
     zero = Zero(mlp(32, 24, 32, dtype=torch.float32), stage=3, **SMALL)

@@ -40,6 +40,20 @@ def test_state_dicts_fit_any_world_size(rank_pools, stage, kind):
             rank_pools.run(other, "zero_cases", "resume", stage=stage, kind=kind, saved=saved)
 
 
+LATE = {
+    "same_bits": (2, 3),
+    "waits_for_what_a_module_uses": (2,),
+    "readers_see_complete_values": (3,),
+    "steps_without_a_forward_between": (2,),
+    "compiled_parts_are_refused": (2,),
+}
+
+
+@pytest.mark.parametrize(("world", "case"), [(w, c) for c, worlds in LATE.items() for w in worlds])
+def test_parameters_that_arrive_under_the_next_forward(rank_pools, world, case):
+    assert rank_pools.run(world, "late_cases", case) == [None] * world
+
+
 STAGE_3 = {
     "whole_only_while_used": (2, 3),
     "one_block_and_the_next": (2,),

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from trainwright.parallel._checks import Place
 from trainwright.parallel._driver import DEPTH, Driver
 from trainwright.parallel._job import Pool, run_op
 from trainwright.parallel._shards import OwnedBucket, Range, by_owner
-from trainwright.parallel._wire import Wire
+from trainwright.parallel._wire import Arrival, Wire
 from trainwright.parallel.layout import FlatLayout, Piece
 
 
@@ -33,6 +33,14 @@ class Cost:
     exposed_ms: float = 0.0
     busy_ms: float = 0.0
     sent_bytes: int = 0
+
+
+class _Sent(NamedTuple):
+    """A bucket of parameters under way; `flat` is where it arrives, if that is not the parameters' own memory."""
+
+    owned: OwnedBucket
+    flat: Tensor | None
+    work: Any
 
 
 class Shard(nn.Parameter):
@@ -78,7 +86,14 @@ class ShardSet:
         # Stage 2: not a parameter of the module. Its gradient is 0, or inf on all ranks if any rank's range has an
         # element that is not finite: whoever looks for overflow in this rank's gradients finds that of all.
         self.witness = nn.Parameter(torch.zeros(1, device=device), requires_grad=False)
+        self.late = False  # parameters arrive when they are used, see `_late_parameters`
+        self.coming: dict[int, _Sent] = {}  # by bucket
+        self._arrived = 0.0
         if layout is not None:
+            self._buckets_of: list[list[int]] = [[] for _ in self.params]
+            for bucket in layout.buckets:
+                for piece in bucket.pieces:
+                    self._buckets_of[self._param(piece.slot)].append(bucket.index)
             by_slot = ranges[::-1]  # a slot is a parameter, from the last one
             self._buckets = [by_owner(bucket, by_slot, wire.world) for bucket in layout.buckets]
             self.shards = [
@@ -102,6 +117,7 @@ class ShardSet:
 
     def refresh(self) -> None:
         """Let the ranges hold the parameters' values, wherever those now lie."""
+        self.complete()
         for p, shards in zip(self.params, self.shards):
             if not shards:
                 continue
@@ -148,24 +164,49 @@ class ShardSet:
     # ---- all-gather
 
     def gather(self, wanted: set[int]) -> None:
-        """Set the parameters with these indices to what their owners have. Collective."""
+        """Set the parameters with these indices to what their owners have, now or when they arrive. Collective."""
         begun = time.perf_counter()
-        flying: deque[tuple[OwnedBucket, Tensor | None, Any]] = deque()
-        for owned in self._buckets:
+        self._arrived = begun
+        flying: deque[_Sent] = deque()
+        # Late ones in about the order of the next forward.
+        for owned in self._buckets[::-1] if self.late else self._buckets:
             if any(self._param(piece.slot) in wanted for piece in owned.bucket.pieces):
                 flying.append(self._send(owned))
-                if len(flying) == DEPTH:
-                    self._receive(*flying.popleft())
+                if not self.late and len(flying) == DEPTH:
+                    self._receive(flying.popleft())
+        torch.autograd.graph.increment_version([self.params[i] for i in sorted(wanted)])
+        if self.late:
+            self.coming = {sent.owned.bucket.index: sent for sent in flying}
+            return
         while flying:
-            self._receive(*flying.popleft())
+            self._receive(flying.popleft())
         if self.wire.world > 1:
             self.cost.busy_ms += 1e3 * (time.perf_counter() - begun)
-        torch.autograd.graph.increment_version([self.params[i] for i in sorted(wanted)])
+
+    def arrive(self, p: Tensor) -> None:
+        """Wait for a parameter, if it is under way."""
+        index = self.index.get(id(p))
+        if index is not None:
+            self._take_in([b for b in self._buckets_of[index] if b in self.coming])
+
+    def complete(self) -> None:
+        """Wait for all parameters that are under way."""
+        self._take_in(list(self.coming))
+
+    @torch.no_grad()
+    def _take_in(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            sent = self.coming.pop(bucket)
+            self._receive(sent)
+            if isinstance(sent.work, Arrival):
+                # Time that the link was in use: the buckets are sent at once and come one after the other.
+                before, self._arrived = self._arrived, max(self._arrived, sent.work.arrived)
+                self.cost.busy_ms += 1e3 * (self._arrived - before)
 
     def _param(self, slot: int) -> int:
         return len(self.params) - 1 - slot
 
-    def _send(self, owned: OwnedBucket) -> tuple[OwnedBucket, Tensor | None, Any]:
+    def _send(self, owned: OwnedBucket) -> _Sent:
         world, rank, bucket = self.wire.world, self.wire.rank, owned.bucket
         parts = self._where_they_lie(owned)
         flat = None
@@ -185,9 +226,12 @@ class ShardSet:
             total = bucket.numel * parts[rank].itemsize
             work = self.wire.gather.exchange(parts, [parts[rank]] * world, total)
             self.cost.sent_bytes += parts[rank].nbytes * (world - 1)
-        return owned, flat, work
+            if self.late:
+                work = Arrival(self.wire.gather, work)
+        return _Sent(owned, flat, work)
 
-    def _receive(self, owned: OwnedBucket, flat: Tensor | None, work: Any) -> None:
+    def _receive(self, sent: _Sent) -> None:
+        owned, flat, work = sent
         if work is not None:
             begun = time.perf_counter()
             self.driver.wait_for(work)

@@ -111,7 +111,7 @@ def estimate(
     if stage != 3:
         return most
     sizes = [b.numel * getattr(torch, b.dtype).itemsize for b in blocks]
-    pairs = [a + b for a, b in itertools.pairwise(sizes)] if overlap == "auto" else []
+    pairs = [a + b for a, b in itertools.pairwise(sizes)] if overlap != "off" else []
     return Estimate(most.parameters, most.gradients, most.state, max(sizes + pairs, default=0))
 
 

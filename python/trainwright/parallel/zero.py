@@ -17,7 +17,14 @@ from trainwright.ops._optimizer_formats import STATE_BLOCK
 from trainwright.ops.grad_norm import clip_grad_norm_
 from trainwright.optim._base import FusedOptimizer
 from trainwright.optim.adamw import AdamW
-from trainwright.parallel import _checks, _feedback, _parcels, _sharded_step, _zero_state
+from trainwright.parallel import (
+    _checks,
+    _feedback,
+    _late_parameters,
+    _parcels,
+    _sharded_step,
+    _zero_state,
+)
 from trainwright.parallel._blocks import Block, find_blocks, ranges_of
 from trainwright.parallel._gathering import BlockSet
 from trainwright.parallel._replicas import broadcast
@@ -32,7 +39,7 @@ from trainwright.parallel.layout import FlatLayout, bucket_bytes
 __all__ = ["Zero"]
 
 STAGES = (1, 2, 3)
-OVERLAPS = ("auto", "off")
+OVERLAPS = ("auto", "forward", "off")
 
 
 class Zero(DataParallel):
@@ -76,6 +83,10 @@ class Zero(DataParallel):
         params: what the optimizer gets: parameters of `module`, or groups of them with options of their own. None is
             all parameters in one group.
         overlap: "off" waits for each block of stage 3 when it is needed: less memory, and not a bit of difference.
+            "forward" lets the parameters of stages 1 and 2 arrive under the next forward instead of at the end of
+            `optimizer.step()`: whoever looks a parameter up in its module, lists the parameters or takes a state dict
+            gets complete values, but a tensor kept from before (``w = module.weight``) has them only after the next use
+            of that parameter, or after `synchronize`. No part of the module may then be compiled, as in stage 3.
         group, bucket_mb, wire_dtype, unused, deterministic, broadcast_buffers, timeout: see `DataParallel`. `bucket_mb`
             is also the size from which stage 3 divides a module into blocks ("auto": as for buckets).
         **optimizer_kwargs: options of the optimizer.
@@ -128,9 +139,9 @@ class Zero(DataParallel):
         **optimizer_kwargs: Any,
     ) -> None:
         op = "Zero"
-        _check(op, module, optimizer, stage)
+        _check(op, module, optimizer, stage, overlap)
         if overlap not in OVERLAPS:
-            raise value_error(op, "overlap", '"auto" or "off"', repr(overlap))
+            raise value_error(op, "overlap", '"auto", "forward" or "off"', repr(overlap))
         unit = STATE_BLOCK if optimizer_kwargs.get("state_dtype") == "int8" else 1
         self._wanted = stage, unit, bucket_mb
         self._uses: Uses | None = None
@@ -187,21 +198,30 @@ class Zero(DataParallel):
         device = places[0][1].device if places else torch.device("cpu")
         if self._stage < 3:
             layout, ranges = self._layout(places, wire.world), self._ranges(places, wire.world)
-            return ShardSet(places, ranges, wire, driver, device, unit, layout)
+            home = ShardSet(places, ranges, wire, driver, device, unit, layout)
+            if overlap == "forward" and wire.world > 1:
+                reducer.handles += _late_parameters.watch(self.module, home)
+                self._eager = torch.compiler.disable(self.module.__call__)
+                reducer.refresh_places(_checks.places(self.module))
+            return home
         reducer.remember_shapes()
         blocks = self._blocks(places, wire.world)
-        home = BlockSet(places, blocks, wire, driver, device, unit, prefetch=overlap == "auto")
-        self._uses = Uses(self.module, home)
+        whole = BlockSet(places, blocks, wire, driver, device, unit, prefetch=overlap != "off")
+        self._uses = Uses(self.module, whole)
         self._eager = torch.compiler.disable(self.module.__call__)
         reducer.handles += self._uses.handles
         reducer.refresh_places(_checks.places(self.module))
-        return home
+        return whole
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._eager is None:
             return super().forward(*args, **kwargs)
         self._reducer.check_idle()
         return self._eager(*args, **kwargs)
+
+    def synchronize(self) -> None:
+        """Wait for the parameters that ``overlap="forward"`` lets arrive late. Not collective."""
+        self._set.complete()
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -216,6 +236,7 @@ class Zero(DataParallel):
     @contextlib.contextmanager
     def _whole(self, *, fetch: bool) -> Iterator[None]:
         home, uses = self._set, self._uses
+        home.complete()
         if uses is None or not isinstance(home, BlockSet) or uses.keep_whole:
             yield
             return
@@ -254,7 +275,11 @@ class Zero(DataParallel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """That of `module` and of the optimizer, whose gradients stage 2 keeps apart from the parameters."""
-        self.module.zero_grad(set_to_none)
+        if self._set.late and set_to_none:
+            for p in self._set.params:  # the module would wait for their values
+                p.grad = None
+        else:
+            self.module.zero_grad(set_to_none)
         self.optimizer.zero_grad(set_to_none)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -429,7 +454,7 @@ class Zero(DataParallel):
         self._set.gather(set(range(len(self._set.params))))  # new masters may have moved them
 
 
-def _check(op: str, module: Any, optimizer: Any, stage: Any) -> None:
+def _check(op: str, module: Any, optimizer: Any, stage: Any, overlap: Any) -> None:
     check_int(op, "stage", stage)
     if stage not in STAGES:
         raise value_error(
@@ -446,14 +471,15 @@ def _check(op: str, module: Any, optimizer: Any, stage: Any) -> None:
             op, "optimizer", "one that updates each element by itself (AdamW, Adam, SGD, Lion, RMSprop)",
             f"{optimizer.__name__}, which needs whole parameters",
         )  # fmt: skip
+    where = 'with overlap="forward"'
     if isinstance(module, nn.Module):
-        for name, part in module.named_modules() if stage == 3 else ():
+        for name, part in module.named_modules() if stage == 3 or overlap == "forward" else ():
             if (
                 isinstance(part, torch._dynamo.OptimizedModule)
                 or part._compiled_call_impl is not None
             ):
                 raise value_error(
-                    op, "module", "no part compiled in stage 3",
+                    op, "module", f"no part compiled {'in stage 3' if stage == 3 else where}",
                     f"{name or 'the module itself'}; compile nothing, or use stage 1 or 2",
                 )  # fmt: skip
         for name, p in module.named_parameters():
