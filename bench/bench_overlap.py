@@ -4,56 +4,55 @@ wire, against torch DDP, on bench/netlab.sh.
 The link is set so that an all-reduce of the gradients takes a quarter, half, one or two times as long as the
 computation. The hosts' network is this machine's own cores: moving a byte costs them the same at any rate, so the fewer
 rows a rank computes per gradient byte, the more of the computation that work displaces. 1024 rows show it, at 4096 it
-is small. Root only.
+is small; layers that sleep instead of computing leave it out, and show what the schedule alone exposes, on four hosts
+too, for whose computation two cores are too few. With --quick, one case of each. Root only.
 """
 
-import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from bench.netlab import SLEEP_RATE_MBIT, WIDTH, all_reduce_ms, run_on_hosts
 from bench.rows import COLUMNS, machine, save
 
-HERE = pathlib.Path(__file__).parent
-COMM_OVER_COMPUTE = (0.25, 0.5, 1.0, 2.0)
 FIRST_RATE_MBIT = {1024: 1250, 4096: 300}  # by rows per rank
+SLEEP = 0  # rows
+WIDTH_OF = {8: WIDTH, 16: 704}  # by layers: about as many bytes
+# hosts, rows, layers, comm / compute
+CASES = [(2, 1024, 8, 0.5), (2, SLEEP, 8, 0.5)]
+MORE = [
+    *((2, 1024, 8, ratio) for ratio in (0.25, 1.0, 2.0)),
+    (2, 4096, 8, 0.5),
+    *((2, SLEEP, 8, ratio) for ratio in (0.25, 1.0, 2.0)),
+    (2, SLEEP, 16, 0.5),
+    *((4, SLEEP, 8, ratio) for ratio in (0.5, 1.0)),
+]
 
 
-def run_on_hosts(hosts, rows, rate_mbit, rounds):
-    """One run of bench/overlap.py: its JSON line. Skips, saying why, where netlab cannot run."""
-    environment = {
-        **os.environ,
-        "TORCHRUN": str(pathlib.Path(sys.executable).with_name("torchrun")),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [
-        *(str(HERE / "netlab.sh"), "-n", str(hosts), "-r", f"{rate_mbit}mbit", "--"),
-        *(str(HERE / "overlap.py"), "--rows", str(rows), "--rounds", str(rounds)),
-    ]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    if result.returncode == 3:
-        pytest.skip(result.stderr.strip().splitlines()[-1])
-    assert result.returncode == 0, result.stderr[-3000:]
-    line = next(line for line in result.stdout.splitlines() if line.startswith("OVERLAP "))
-    return json.loads(line.removeprefix("OVERLAP "))
+def measure(hosts, rows, layers, ratio, rounds):
+    shape = ["--layers", layers, "--width", WIDTH_OF[layers]]
+    if rows == SLEEP:
+        comm_ms = all_reduce_ms(hosts, SLEEP_RATE_MBIT, layers, WIDTH_OF[layers])
+        arguments = ["--sleep-ms", comm_ms / ratio, "--rounds", rounds, *shape]
+        return run_on_hosts("overlap.py", hosts, SLEEP_RATE_MBIT, arguments)
+    first = run_on_hosts(
+        "overlap.py", hosts, FIRST_RATE_MBIT[rows], ["--rows", rows, "--rounds", 3]
+    )
+    rate = round(FIRST_RATE_MBIT[rows] * first["comm_over_compute"] / ratio)
+    return run_on_hosts("overlap.py", hosts, rate, ["--rows", rows, "--rounds", rounds])
 
 
-@pytest.mark.parametrize(
-    ("rows", "ratio"), [(1024, ratio) for ratio in COMM_OVER_COMPUTE] + [(4096, 0.5)]
-)
-@pytest.mark.parametrize("hosts", [2])
-def test_overlap(request, device, hosts, rows, ratio):
+@pytest.mark.parametrize(("hosts", "rows", "layers", "ratio"), CASES + MORE)
+def test_overlap(request, device, hosts, rows, layers, ratio):
     if device.type != "cpu":
         pytest.skip("hosts on one machine: CPU only")
     quick = request.config.getoption("--quick")
-    first = run_on_hosts(hosts, rows, FIRST_RATE_MBIT[rows], 3)
-    rate = round(FIRST_RATE_MBIT[rows] * first["comm_over_compute"] / ratio)
-    found = run_on_hosts(hosts, rows, rate, 5 if quick else 15)
+    if quick and (hosts, rows, layers, ratio) in MORE:
+        pytest.skip("not with --quick")
+    found = measure(hosts, rows, layers, ratio, 4 if quick else 7)
     assert found["gradients_agree"], "the two reducers give different gradients"
 
+    work = f"{rows} rows each" if rows else f"{layers} layers that sleep"
     shared = dict.fromkeys(COLUMNS)
     shared |= {
         "op": "overlap",
@@ -62,7 +61,7 @@ def test_overlap(request, device, hosts, rows, ratio):
         "backend": "gloo",
     }
     shared |= {
-        "shape": f"{hosts} hosts, {rows} rows each, comm {ratio:g} of compute",
+        "shape": f"{hosts} hosts, {work}, comm {ratio:g} of compute",
         "load": os.getloadavg()[0],
     }
     lines = []
@@ -82,6 +81,13 @@ def test_overlap(request, device, hosts, rows, ratio):
         if ours:
             peer = found[key.replace("trainwright", "ddp").replace("int8", "ddp")]
             row |= {"best_peer": "torch DDP", "ratio_peer": peer / max(found[key], 1e-3)}
+        if (
+            mode == "exposed" and "int8" not in provider
+        ):  # no schedule hides what the last layer of the backward sends
+            row |= {
+                "bound": "last layer",
+                "fraction": found["tail"] * found["comm_ms"] / max(found[key], 1e-3),
+            }
         lines.append(row)
     save("overlap", lines)
     report = getattr(request.config, "bench_report", print)
@@ -90,6 +96,6 @@ def test_overlap(request, device, hosts, rows, ratio):
         step, exposed = found[f"{name}_ms"], found[f"{name}_exposed_ms"]
         share = found[f"{name}_exposed_fraction"]
         report(
-            f"overlap {hosts} hosts, {rows} rows, {rate} Mbit/s  {name:12s} step {step:.0f} ms, "
+            f"overlap {hosts} hosts, {work}, {found['rate']}  {name:12s} step {step:.0f} ms, "
             f"exposed {exposed:.0f} ms = {share:.0%} of {comm}"
         )
