@@ -1,5 +1,7 @@
 """Cases of the int8 wire, which run in the ranks (see rank_pool.py)."""
 
+import contextlib
+
 import torch
 import trainwright as tw
 from case_tools import assert_same_on_all_ranks, batch, everyone, grads, mlp, wrap
@@ -130,3 +132,64 @@ def zero_steps_as_data_parallel(rank, world):
     assert exact < 0.5
     for loss in losses.values():
         assert abs(loss - exact) <= 0.02 * exact, losses
+
+
+def _with_errors(stage, bucket_mb):
+    options = {"timeout": TIMEOUT, "wire_dtype": "int8", "bucket_mb": bucket_mb}
+    return Zero(make(), stage=stage, lr=0.01, **options) if stage else wrap(make(), **options)
+
+
+def _state(model, stage):
+    return (
+        {"shard": model.sharded_state_dict()} if stage else {"weights": model.module.state_dict()}
+    )
+
+
+def save_errors(rank, world, stage):
+    """After two steps: this rank's state, and what all errors come to."""
+    model = _with_errors(stage, 0.001)
+    for step in range(2):
+        backward(model, rank, step)
+        if stage:
+            model.optimizer.step()
+    return {**_state(model, stage), "errors": model.error_feedback()}
+
+
+def resume_errors(rank, world, stage, saved):
+    """On another number of ranks and in other buckets: by parameter and position the same, also when saved again; and
+    the next average makes up for them."""
+    model, exact = _with_errors(stage, 0.003), wrap(make(), bucket_mb=0.003)
+    errors = saved[0]["errors"]
+    if stage:
+        model.load_sharded_state_dict([s["shard"] for s in saved])
+    else:
+        model.module.load_state_dict(saved[0]["weights"])
+        model.load_error_feedback(errors)
+    again = model.error_feedback()
+    assert again.keys() == (errors.keys() if rank == 0 else set())
+    for name, mean in again.items():
+        assert parallel_close("int8 value and error", mean, errors[name])
+    if world == 1:
+        return None  # nothing is rounded: they are kept for more ranks
+    with model.gathered() if stage else contextlib.nullcontext():
+        exact.module.load_state_dict(model.module.state_dict())
+    for m in (exact, model):
+        backward(m, rank, 5)
+    left = {name: p.grad.clone() for name, p in exact.named_parameters()}
+    if stage < 2:
+        for name, p in model.named_parameters():
+            left[name] -= p.grad
+    else:
+        for name, shards in zip(model._set.names, model._set.shards):
+            for s in shards:
+                left[name].view(-1)[s.shard_offset : s.shard_offset + s.numel()] -= s.grad
+        owned = {name: torch.zeros_like(g) for name, g in left.items()}
+        for name, shards in zip(model._set.names, model._set.shards):
+            for s in shards:
+                begin, end = s.shard_offset, s.shard_offset + s.numel()
+                owned[name].view(-1)[begin:end] = left[name].view(-1)[begin:end]
+        left = {name: sum(o[name] for o in everyone(owned)) for name in owned}
+    for name, mean in model.error_feedback().items():
+        got = mean - left[name].flatten() / world
+        assert parallel_close("int8 error of four steps", got, errors[name])
+    return None
