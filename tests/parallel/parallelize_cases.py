@@ -264,6 +264,12 @@ def messages(rank, world):
         "ValueError parallelize: plan['a']: expected one of 'column', 'row', 'vocab', 'sequence', got 'diagonal'": (
             lambda: parallelize(model(), {"a": "diagonal"})
         ),
+        "ValueError parallelize: plan['a']: expected options of RowParallelLinear, got 'rows'": lambda: (
+            parallelize(model(), {"a": Style("row", {"rows": 1})})
+        ),
+        "TypeError parallelize: group: expected None or a process group that this rank is in, got int": lambda: (
+            parallelize(model(), {"a": "row"}, group=7)
+        ),
         "TypeError parallelize: plan['a']: expected a str or a Style, got int": lambda: parallelize(model(), {"a": 1}),
         "ValueError parallelize: plan: expected one pattern for a, got 'a' and '[ab]'": lambda: (
             parallelize(model(), {"a": "column", "[ab]": "row"})

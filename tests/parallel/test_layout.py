@@ -138,3 +138,12 @@ def test_other_buckets_are_a_difference():
 def test_no_parameters():
     plan = FlatLayout.build([], world=2)
     assert plan.slots == () and plan.buckets == ()
+
+
+def test_wrong_arguments_are_named():
+    for options, message in (
+        ({"world": 0}, "world: expected at least 1"),
+        ({"bucket_mb": -1}, "bucket_mb: expected"),
+    ):
+        with pytest.raises(ValueError, match=f"FlatLayout.build: {message}"):
+            FlatLayout.build([("a", torch.ones(3))], **{"world": 2, **options})

@@ -121,6 +121,24 @@ def test_makespan_of_summed_chunks_is_the_closed_form(reduce, t_c, t_x, alpha):
         assert whole.makespan(**costs) == pytest.approx(arrives + alpha + t_x, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    "make", [all_gather_matmul_schedule, matmul_reduce_scatter_schedule, matmul_all_reduce_schedule]
+)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sizes": [1, -2]}, "sizes: expected at least 0, got -2"),
+        ({"chunks": 0}, "chunks: expected at least 1, got 0"),
+        ({"reduce": "tree"}, "reduce: expected 'ordered' or 'ring', got 'tree'"),
+    ],
+)
+def test_wrong_arguments_are_named(make, options, message):
+    if make is all_gather_matmul_schedule and "reduce" in options:
+        pytest.skip("nothing is reduced")
+    with pytest.raises(ValueError, match=f"{make.__name__}: {message}"):
+        make(**{"sizes": [1, 2], **options})
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ring_of_many_chunks_is_the_closed_form(world):
     """The link has no pause between one pair of chunks and the next."""

@@ -499,6 +499,31 @@ def arguments(rank, world):
         zero(stage=1, params=[nn.Parameter(torch.ones(2))])
     with pytest.raises(RuntimeError, match="use full_state_dict"):
         zero(stage=1).optimizer.state_dict()
+    for stage in (2, 3) if world > 1 else ():
+        mine = Zero(mlp(2, 2), stage=stage, timeout=TIMEOUT)
+        for kind in (torch.optim.SGD, tw.optim.AdamW) if stage == 2 else (torch.optim.SGD,):
+            other = kind(mine.parameters(), lr=0.1)
+            message = rf"zero\.optimizer .*got one of another {kind.__name__} on 0\.weight"
+            with pytest.raises(RuntimeError, match=message):
+                other.step()
+        for bad, got in ((None, "NoneType"), ({"state": {}}, r"\['state'\]")):
+            with pytest.raises(
+                ValueError, match=f'sd: .*a dict with "model" and "optimizer", got {got}'
+            ):
+                mine.load_full_state_dict(bad)
+        with (
+            pytest.raises(
+                TypeError, match="join: after_step: expected None or a function, got int"
+            ),
+            mine.join(3),
+        ):
+            pass
+        with pytest.raises(
+            TypeError, match="Zero: cannot be copied or pickled: each rank has a part"
+        ):
+            copy.deepcopy(mine)
+        mine.close()
+        other.step()  # has no gradient, and nobody minds
     if world > 1:
         with pytest.raises(LayoutError, match="Zero: at construction"):
             Zero(nn.Linear(2, 2 + rank), stage=1, timeout=TIMEOUT)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.errors import value_error
+from trainwright.errors import type_error, value_error
 from trainwright.parallel._gather_schedules import all_gather_matmul_schedule
 from trainwright.parallel._panel_schedules import all_gather_panels_schedule
 from trainwright.parallel._reduce_schedules import (
@@ -40,6 +40,10 @@ def check_group(op: str, group: Group) -> None:
         raise RuntimeError(
             f"{op}: torch.distributed is not initialised: call torch.distributed.init_process_group "
             "first, in a program started with torchrun"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise type_error(
+            op, "group", "None or a process group that this rank is in", type(group).__name__
         )
     if dist.get_rank(group) < 0:
         raise value_error(op, "group", "a group that this rank is in", "a group without it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainwright.parallel._sizes import split_evenly
+from trainwright.parallel._sizes import check_split, split_evenly
 from trainwright.parallel.schedule import Action, Schedule
 
 
@@ -30,6 +30,7 @@ def all_gather_matmul_schedule(
         overlap: False starts a message only when the products before it are done.
         row_bytes, row_cost: size of a row on its way, and cost of its product.
     """
+    check_split("all_gather_matmul_schedule", sizes, chunks)
     world = len(sizes)
     parts = [[n for n in split_evenly(size, chunks) if n] for size in sizes]
     capacity = row_bytes * max((n for p in parts for n in p), default=0)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainwright.parallel._sizes import split_evenly
+from trainwright.errors import value_error
+from trainwright.parallel._sizes import check_split, split_evenly
 from trainwright.parallel.schedule import Action, Schedule
 
 
@@ -33,6 +34,7 @@ def matmul_reduce_scatter_schedule(
         reduce: "ordered" or "ring".
         item_bytes, item_cost: of one element of a partial product, on its way and to compute.
     """
+    _check("matmul_reduce_scatter_schedule", sizes, chunks, reduce)
     widths = split_evenly(columns, chunks)
     counts = [[rows * width for width in widths] for rows in sizes]
     return _schedule("matmul_reduce_scatter", counts, overlap, reduce, (item_bytes, 0, item_cost))
@@ -51,9 +53,16 @@ def matmul_all_reduce_schedule(
         chunks, overlap, reduce: as there; chunks are parts of each rank's columns.
         item_bytes, item_cost: of one element of a partial product; result_bytes: of one of the sum.
     """
+    _check("matmul_all_reduce_schedule", sizes, chunks, reduce)
     counts = [[rows * width for width in split_evenly(size, chunks)] for size in sizes]
     costs = (item_bytes, result_bytes, item_cost)
     return _schedule("matmul_all_reduce", counts, overlap, reduce, costs)
+
+
+def _check(op: str, sizes: Sequence[int], chunks: int, reduce: str) -> None:
+    check_split(op, sizes, chunks)
+    if reduce not in ("ordered", "ring"):
+        raise value_error(op, "reduce", "'ordered' or 'ring'", repr(reduce))
 
 
 def _schedule(

@@ -8,15 +8,40 @@ no gradients: the groups hold the ranges, and a witness of all ranks' overflows.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainwright.ops._optimizer_formats import STATE_BLOCK
 from trainwright.optim._base import FusedOptimizer, run_closure
 from trainwright.parallel._shard_set import Shard, ShardSet
+
+
+def refuse_others(home: ShardSet) -> Any:
+    """Make the step of an optimizer that holds parameters of `home`, whose gradients are not with them, an error: it
+    would silently do nothing. Returns a handle that ends this.
+    """
+    me = weakref.ref(home)
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        mine = me()
+        if mine is None:
+            return
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) in mine.index:
+                got = (
+                    f"one of another {type(optimizer).__name__} on {mine.names[mine.index[id(p)]]}"
+                )
+                raise RuntimeError(
+                    "Zero: optimizer: expected a step of zero.optimizer in stages 2 and 3, where gradients are not with"
+                    f" the parameters, got {got}"
+                )
+
+    return register_optimizer_step_pre_hook(look)
 
 
 class ShardedStep(FusedOptimizer):

@@ -282,6 +282,7 @@ class DataParallel(nn.Module):
                     dp(x).mean().backward()
                     finish()
         """
+        _check_after_step(after_step)
         yield
         if self._reducer.wire.world > 1:
             self._reducer.check_idle()
@@ -304,6 +305,13 @@ class DataParallel(nn.Module):
     def close(self) -> None:
         """Stop communicating and drop the hooks; `module` stays as it is. Also done when this object is deleted."""
         self._finalizer()
+
+
+def _check_after_step(after_step: Any) -> None:
+    if after_step is not None and not callable(after_step):
+        raise type_error(
+            "DataParallel.join", "after_step", "None or a function", type(after_step).__name__
+        )
 
 
 def _made_again(

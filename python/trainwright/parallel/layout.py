@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from trainwright.errors import check_int, check_number
+
 __all__ = ["Bucket", "FlatLayout", "Piece", "Slot"]
 
 MIB = 1 << 20
@@ -210,6 +212,9 @@ class FlatLayout:
             group: name of the process group, part of the fingerprint.
             device_type: that "auto" sizes are for; None: where the parameters are.
         """
+        check_int("FlatLayout.build", "world", world, minimum=1)
+        if bucket_mb != "auto":
+            check_number("FlatLayout.build", "bucket_mb", bucket_mb, minimum=0)
         size = None if bucket_mb == "auto" else max(1, int(float(bucket_mb) * MIB))
         backward = list(parameters)[::-1]
         by_dtype: dict[torch.dtype, list[int]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,9 @@ KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "vocab": (nn.Embedding,),
     "sequence": (nn.Module,),
 }
+
+
+SPLIT = {"column": ColumnParallelLinear, "row": RowParallelLinear, "vocab": VocabParallelEmbedding}
 
 
 def parallelize(
@@ -118,6 +122,12 @@ def _matched(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, Sty
         style = Style(given) if isinstance(given, str) else given
         if not isinstance(style, Style):
             raise type_error(OP, f"plan[{pattern!r}]", "a str or a Style", type(given).__name__)
+        if style.kind in SPLIT:
+            known = inspect.signature(SPLIT[style.kind]).parameters
+            wrong = [o for o in style.options if o not in known or o in ("group", "whole")]
+            if wrong:
+                expected = f"options of {SPLIT[style.kind].__name__}"
+                raise value_error(OP, f"plan[{pattern!r}]", expected, repr(wrong[0]))
         if style.kind not in KINDS:
             kinds = ", ".join(map(repr, KINDS))
             raise value_error(OP, f"plan[{pattern!r}]", f"one of {kinds}", repr(style.kind))

@@ -33,7 +33,7 @@ from trainwright.parallel._sharded_reducer import ShardedReducer
 from trainwright.parallel._shards import Range, divide
 from trainwright.parallel._uses import Uses
 from trainwright.parallel.buckets import Reducer, StepStats
-from trainwright.parallel.data import WIRE_ERROR, DataParallel
+from trainwright.parallel.data import WIRE_ERROR, DataParallel, _check_after_step
 from trainwright.parallel.layout import FlatLayout, bucket_bytes
 
 __all__ = ["Zero"]
@@ -165,6 +165,7 @@ class Zero(DataParallel):
             self.optimizer = self._sharded
             if isinstance(self._reducer, ShardedReducer):
                 self._reducer.home = self._set
+                self._reducer.handles.append(_sharded_step.refuse_others(self._set))
         except BaseException:
             self.close()
             raise
@@ -259,6 +260,7 @@ class Zero(DataParallel):
         Raises:
             RuntimeError: stage 3, and this rank has never made a step, so that it does not know that order.
         """
+        _check_after_step(after_step)
         with super().join(after_step or self._plain_step):
             yield
 
@@ -380,6 +382,9 @@ class Zero(DataParallel):
         letters: list[Any] = []
         if self._set.wire.rank == 0:
             try:
+                if not (isinstance(sd, Mapping) and {"model", "optimizer"} <= sd.keys()):
+                    got = list(sd) if isinstance(sd, Mapping) else type(sd).__name__
+                    raise TypeError(f'expected a dict with "model" and "optimizer", got {got}')
                 self.module.load_state_dict(sd["model"])
                 groups, wholes = _zero_state.by_name(self._sharded, sd["optimizer"])
                 _zero_state.check_groups(self._sharded, groups)
