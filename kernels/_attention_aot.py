@@ -47,6 +47,8 @@ def _row(
         "Tk",
         "total_q",
         "total_k",
+        "part_rows",
+        "pieces",
         "left",
         "right",
         "threshold",
@@ -67,7 +69,7 @@ def _row(
     constants |= {
         "O": O, **sizes, "TMA": tma, "EVEN_D": True, "EVEN_DV": True, "PRECISION": "ieee",
         "STAGES": stages, "FIX": fix, "NEED_DK": True, "NEED_DV": True, "NEED_DQ": True, "NEED_DALIBI": "ALIBI" in more,
-        "SUM_I": False, "SUM_J": False, **({**FIX[kind], "STAGES": 1} if fix else {}), **changed,
+        "SPLIT": 0, "SUM_I": False, "SUM_J": False, **({**FIX[kind], "STAGES": 1} if fix else {}), **changed,
     }  # fmt: skip
     constants = {n: c for n, c in constants.items() if n in kernel.arg_names}
     return kernel, types, constants, warps, patterns, {"archs": archs}
@@ -88,6 +90,7 @@ AOT_RARE = [
     _row("dkv", 512, (80,), NEED_DV=False),
     _row("dkv", 512, (80,), NEED_DK=False),
     _row("dq", 512, (80,)),
+    *(_row("fwd", D, (arch,), SPLIT=2, BM=64) for D in (64, 128) for arch in (80, 90, 100)),
     *(_row(kind, 64, (80,), fix=True) for kind in ("fwd", "dkv", "dq")),
     *(_row(kind, D, (arch,), EVERY, patterns=()) for kind in KERNELS for D in (64, 128) for arch in (80, 90, 100)),
 ]  # fmt: skip

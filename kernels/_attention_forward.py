@@ -21,6 +21,7 @@ from trainwright.kernels._attention_scores import (
     sink_share,
     to_unit,
 )
+from trainwright.kernels._attention_split import PIECES, piece_of, pieces_of, slot_of
 from trainwright.kernels._attention_tiles import (
     DROPOUT,
     EDGES,
@@ -102,21 +103,28 @@ def _odd_values(
 def _flash_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, desc0, desc1, out_ptr, lse_ptr, bad_ptr, cu_q_ptr, cu_k_ptr, alibi_ptr, bias_ptr, sinks_ptr,
     seed_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, alibi_batch, alibi_head,
-    bias_batch, bias_head, bias_i, bias_j, H, group, Tq, Tk, total_q, D, Dv, scale, left, right, softcap, threshold,
-    rescale, FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV:
-    tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES:
-    tl.constexpr,
+    bias_batch, bias_head, bias_i, bias_j, H, group, Tq, Tk, total_q, part_rows, pieces, D, Dv, scale, left, right,
+    softcap, threshold, rescale, SPLIT: tl.constexpr, FIX: tl.constexpr, O: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     if FIX:  # noqa: SIM102
         if tl.load(bad_ptr + tl.program_id(0)) == 0:
             return
-    blocks = tl.cdiv(Tq, BM)
-    block, b, h = locate(blocks, H)
+    blocks = tl.cdiv(part_rows if SPLIT == PIECES else Tq, BM)
+    block, b, h = locate(blocks, H, pieces if SPLIT == PIECES else 1)
     i0 = (blocks - 1 - block) * BM  # the last first: under a causal mask it has the most work
     batch, first_q, Tq = sequence(cu_q_ptr, b, Tq, O)
     batch_k, first_k, Tk = sequence(cu_k_ptr, b, Tk, O)
     if VARLEN & O:  # noqa: SIM102
         if i0 >= Tq:
+            tl.store(bad_ptr + tl.program_id(0), 0)
+            return
+    band = band_of(Tq, Tk, left, right, O)
+    piece = tl.program_id(0) % pieces
+    first_piece, count = pieces_of(Tq, Tk, group, band, O)
+    if SPLIT:  # noqa: SIM102
+        if ((count > 1) != (SPLIT == PIECES)) | ((piece >= count) & (SPLIT == PIECES)):
             tl.store(bad_ptr + tl.program_id(0), 0)
             return
     g = h // group
@@ -126,13 +134,14 @@ def _flash_attention_fwd_kernel(
     k_ptr += batch_k * k_batch + first_k * k_row + g * k_head
     v_ptr += batch_k * v_batch + first_k * v_row + g * v_head
     q = load(q_ptr, rows, q_row, d, Tq, D, True, not EVEN_D)
-    band = band_of(Tq, Tk, left, right, O)
     terms = score_terms(
         scale, softcap, alibi_ptr, alibi_batch, alibi_head, bias_ptr, bias_batch, bias_head, bias_i, bias_j, b, h, Tq,
         Tk, O,
     )  # fmt: skip
     dropout = dropout_terms(seed_ptr, threshold, rescale, b, h, O)
     ranges = key_ranges(i0, Tk, band, FIX, O, BM, BN)
+    if SPLIT == PIECES:
+        ranges = piece_of(ranges, first_piece + piece)
     place = place_of(batch_k, g, first_k)
     acc = tl.zeros((BM, BDV), dtype=tl.float32)
     m = tl.full((BM,), float("-inf"), dtype=tl.float32)
@@ -165,6 +174,14 @@ def _flash_attention_fwd_kernel(
         )  # fmt: skip
     else:
         tl.store(bad_ptr + tl.program_id(0), not_finite(out))
-        lse_ptr += (batch * H + h) * total_q + first_q
-        tl.store(lse_ptr + rows, lse, mask=rows < Tq)
-    store(out_ptr + ((batch * total_q + first_q) * H + h) * Dv, rows, H * Dv, e, Tq, Dv, out)
+    if SPLIT == PIECES:
+        at = ((slot_of(b, first_k, pieces, O) + piece) * H + h) * part_rows
+        step = Dv
+        out_ptr += at * Dv
+    else:
+        at = (batch * H + h) * total_q + first_q
+        step = H * Dv
+        out_ptr += ((batch * total_q + first_q) * H + h) * Dv
+    if not FIX:
+        tl.store(lse_ptr + at + rows, lse, mask=rows < Tq)
+    store(out_ptr, rows, step, e, Tq, Dv, out)

@@ -24,13 +24,15 @@ EDGES = tl.constexpr(
 
 
 @triton.jit
-def locate(blocks, heads):
-    """Block, batch (or sequence) and head of this program; blocks of one head are neighbours, so they share its keys.
+def locate(blocks, heads, pieces=1):
+    """Block, batch (or sequence) and head of this program, one of `pieces` neighbours that have them in common; blocks
+    of one head are neighbours, so they share its keys.
 
     One axis, since the others of a grid end at 65535.
     """
-    rest = tl.program_id(0) // blocks
-    return tl.program_id(0) % blocks, (rest // heads).to(tl.int64), (rest % heads).to(tl.int64)
+    place = tl.program_id(0) // pieces
+    rest = place // blocks
+    return place % blocks, (rest // heads).to(tl.int64), (rest % heads).to(tl.int64)
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """Attention in Triton without the (Tq, Tk) matrix (formulas in csrc/include/trainwright/flash_attention.h).
 
 The kernels stand in _attention_forward, _attention_dkv, _attention_dq (their formulas in _attention_backward) and
-_attention_bias; _attention_scores has the score and its options, _attention_tiles what they share. Blocks that every
-pair sees run in a loop without masks, which reads through tensor descriptors where it can (_attention_descriptors);
-only the blocks on the edge of the band compare. A kernel is launched a second time for the programs whose result was
-not finite (`FIX`); the others return at once.
+_attention_bias; _attention_scores has the score and its options, _attention_tiles what they share, _attention_split how
+few queries divide their keys. Blocks that every pair sees run in a loop without masks, which reads through tensor
+descriptors where it can (_attention_descriptors); only the blocks on the edge of the band compare. A kernel is launched
+a second time for the programs whose result was not finite (`FIX`); the others return at once.
 FLOPs: forward 4 Tq Tk D per head, backward 2.5 times that (3.5 with the recomputation), halved if causal. Bound: tensor
 cores. Not yet timed on a GPU; compiled for sm_80, sm_90 and sm_100 without spills (tests/build/test_triton_aot.py).
 """
@@ -23,6 +23,14 @@ from trainwright.kernels._attention_descriptors import ALIGNMENT, descriptors, r
 from trainwright.kernels._attention_dkv import _flash_attention_dkv_kernel
 from trainwright.kernels._attention_dq import _flash_attention_dq_kernel
 from trainwright.kernels._attention_forward import _flash_attention_fwd_kernel
+from trainwright.kernels._attention_split import (
+    PIECES,
+    SPLIT_KEYS,
+    SPLIT_ROWS,
+    WHOLE,
+    _flash_attention_merge_kernel,
+    most_pieces,
+)
 from trainwright.kernels._attention_tiles import _flash_attention_outside_kernel
 from trainwright.kernels._notes import note
 
@@ -135,14 +143,37 @@ def _fill_outside(x, dim, cu, value=0.0):
         )  # fmt: skip
 
 
+def _split_fwd(call, tile, pieces, out, lse):
+    """Of the sequences that are split: parts, and these together."""
+    rows = min(call["Tq"], SPLIT_ROWS.value // call["group"])
+    packed = call["cu_q_ptr"] is not None
+    slots = call["total_k"] // SPLIT_KEYS.value + call["B"] if packed else call["B"] * pieces
+    parts = lse.new_empty(slots, call["H"], rows, call["Dv"])
+    parts_lse = lse.new_empty(slots, call["H"], rows)
+    split = {"SPLIT": PIECES.value, "pieces": pieces, "part_rows": rows}
+    one = call | {"lse_ptr": parts_lse, "O": call["O"] & ~options.SINKS.value}
+    tile = tile | {"BM": min(tile["BM"], 64)}
+    programs = triton.cdiv(rows, tile["BM"]) * call["B"] * call["H"]
+    _run("fwd", _flash_attention_fwd_kernel, programs * pieces, one, tile, out_ptr=parts, **split)
+    merged = {"parts_ptr": parts, "parts_lse_ptr": parts_lse, "out_ptr": out}
+    programs = rows * call["B"] * call["H"]
+    _launch(_flash_attention_merge_kernel, programs, 1, call, tile, split, merged)
+
+
 def flash_attention_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest):
     D, Dv = q.shape[3], v.shape[3]
     out = q.new_empty(*q.shape[:3], Dv)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     call = _call(D, Dv, *whole_packs(q, k, v), lse, cu_seqlens_q, cu_seqlens_k, *rest)
     tile = tile_of("fwd", call)
-    programs = triton.cdiv(call["Tq"], tile["BM"]) * call["B"] * call["H"]
-    _run("fwd", _flash_attention_fwd_kernel, programs, call, tile, out_ptr=out)
+    pieces = most_pieces(call, options)
+    # A dense batch is split or not; of a packed one, which of its sequences are is known on the device only.
+    if pieces == 1 or cu_seqlens_q is not None:
+        programs = triton.cdiv(call["Tq"], tile["BM"]) * call["B"] * call["H"]
+        split = {"SPLIT": WHOLE.value if pieces > 1 else 0, "pieces": 1, "part_rows": 0}
+        _run("fwd", _flash_attention_fwd_kernel, programs, call, tile, out_ptr=out, **split)
+    if pieces > 1:
+        _split_fwd(call, tile, pieces, out, lse)
     if cu_seqlens_q is not None:
         _fill_outside(out, 1, cu_seqlens_q)
         _fill_outside(lse, 2, cu_seqlens_q, float("-inf"))

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 import trainwright as tw
-from numerics import same_bits
+from numerics import same_bits, vgpu_close
 from trainwright import vgpu
 from trainwright.kernels import flash_attention as kernels
 from trainwright.kernels._attention_configs import look_up
@@ -68,6 +68,29 @@ def test_options_add_no_conflict_and_no_local_memory():
     bias = at_a_line(torch.randn(1, 1, T, T))
     for name, kernel in counts(64, bias, p=0.2).items():
         assert kernel.total.bank_conflicts == 0 and kernel.local_bytes == 0, name
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_split_keys_are_read_once_for_each_head(D):
+    """By one program each piece; parts are written and read once, in fp32."""
+    Tk, H, pieces = 1600, 2, 4
+    device = vgpu.Device(ARCH, count=True)
+    q, k, v = (at_a_line(torch.randn(1, n, H, D).bfloat16()) for n in (1, Tk, Tk))
+    options = (*[None] * 6, 0, 0, D**-0.5, -1, 0, False, 0.0, 0.0)
+    with device:
+        out, lse = kernels.flash_attention_fwd(q, k, v, *options)
+    first, _again, merge = (
+        device.counters
+    )  # the second launch is of programs whose result was not finite
+    row, part = 2 * D, 4 * D + 4
+    ideal = H * (2 * Tk * row + pieces * (row + part))
+    assert ideal <= first.total.global_bytes <= MOST_BYTES * ideal
+    assert first.total.bank_conflicts == 0 and first.local_bytes == 0
+    assert merge.total.global_bytes <= H * (pieces * (part + 4) + row + 4) * MOST_BYTES
+    score = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * D**-0.5
+    expected = torch.einsum("bhij,bjhd->bihd", score.softmax(-1), v.double())
+    assert vgpu_close("bf16 attention", out, expected)
+    assert vgpu_close("lse in base 2", lse, score.logsumexp(-1))
 
 
 def run(device, q, k, v, dout, **options):
