@@ -4,6 +4,8 @@
 //   gemm      a new C, in any floating dtype; optionally the sums + bias, which a backward needs.
 //   gemm_out_ C = A B + bias into memory that is there already, e.g. one tile of logits after another.
 //   gemm_add_ C += A B in place, e.g. a weight gradient that is gathered chunk by chunk.
+//   gemm_pack_ the panels of B, in gemm_packed_size numbers, for gemm_packed: gemm with a B that several products
+//             share, e.g. a weight and the microbatches of a step.
 #include "cpu/kernel.h"
 #ifdef TW_CPU_ISA
 #include "trainwright/gemm.h"
@@ -15,6 +17,7 @@ namespace tw {
 
 struct GemmArgs {
   const void *a, *b;     // (M, K) and (K, N)
+  const void* packed;    // b as gemm_pack left it, in the type of the sums; or null
   const void* bias;      // (N) in bias_dtype, or null
   const void* residual;  // (M, N) in out_dtype, or null
   void *out, *pre;       // (M, N) in out_dtype, dense; pre may be null
@@ -24,9 +27,19 @@ struct GemmArgs {
   int64_t activation;
 };
 
+// B (K, N) for products with A in a_dtype whose sums are fp64 or fp32.
+struct GemmPackArgs {
+  const void* b;
+  int64_t N, K, b_col, b_k;
+  DType a_dtype, b_dtype;
+  void* packed;       // receives the panels; or null
+  int64_t* elements;  // receives their number; or null
+};
+
 }  // namespace tw
 
 TW_DECLARE_KERNEL(gemm, GemmArgs)
+TW_DECLARE_KERNEL(gemm_pack, GemmPackArgs)
 
 #ifdef TW_CPU_ISA
 
@@ -54,7 +67,15 @@ void gemm_in(const GemmArgs& g) {
                            g.residual_row,
                            dtype_bytes(g.out_dtype)};
   Gemm<S>::run(g.M, g.N, g.K, {g.a, g.a_row, g.a_k, g.a_dtype}, {g.b, g.b_col, g.b_k, g.b_dtype},
-               store);
+               store, false, static_cast<const S*>(g.packed));
+}
+
+template<class S>
+void pack_in(const GemmPackArgs& g) {
+  if (g.elements)
+    *g.elements = Gemm<S>::packed_bytes(g.N, g.K, g.a_dtype, g.b_dtype) / int64_t(sizeof(S));
+  if (g.packed)
+    Gemm<S>::pack(g.N, g.K, g.a_dtype, {g.b, g.b_col, g.b_k, g.b_dtype}, static_cast<S*>(g.packed));
 }
 
 }  // namespace
@@ -64,6 +85,13 @@ void gemm(const GemmArgs& g) {
     gemm_in<double>(g);
   else
     gemm_in<float>(g);
+}
+
+void gemm_pack(const GemmPackArgs& g) {
+  if (g.b_dtype == DType::f64)
+    pack_in<double>(g);
+  else
+    pack_in<float>(g);
 }
 
 TW_END
@@ -97,11 +125,30 @@ void set_bias(GemmArgs& g, const std::optional<Tensor>& bias) {
   g.bias = data(*bias), g.bias_dtype = dtype_of(*bias);
 }
 
-std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b,
-                                    const std::optional<Tensor>& bias,
+int64_t packed_size(const Tensor& b, ScalarType a_dtype) {
+  STD_TORCH_CHECK(b.dim() == 2 && wide(a_dtype) == wide(b.scalar_type()),
+                  "gemm_pack: expected b (K, N), and fp64 for both or none");
+  int64_t elements = 0;
+  gemm_pack({nullptr, b.size(1), b.size(0), 0, 0, static_cast<DType>(a_dtype), dtype_of(b), nullptr,
+             &elements});
+  return elements;
+}
+
+void check_packed(const Tensor& packed, const Tensor& b, ScalarType a_dtype) {
+  TW_CHECK_CONTIGUOUS(packed);
+  STD_TORCH_CHECK(packed.scalar_type() == acc_dtype(b) && packed.numel() == packed_size(b, a_dtype),
+                  "gemm_pack: packed: expected gemm_packed_size numbers in the type of the sums");
+}
+
+void gemm_pack_cpu(const Tensor& packed, const Tensor& b, ScalarType a_dtype) {
+  check_packed(packed, b, a_dtype);
+  gemm_pack({data(b), b.size(1), b.size(0), b.stride(1), b.stride(0), static_cast<DType>(a_dtype),
+             dtype_of(b), mutable_data(packed), nullptr});
+}
+
+std::tuple<Tensor, Tensor> run_gemm(GemmArgs g, const Tensor& a, const std::optional<Tensor>& bias,
                                     const std::optional<Tensor>& residual, int64_t activation,
                                     ScalarType dtype, bool save_pre) {
-  GemmArgs g = gemm_args(a, b, dtype);
   STD_TORCH_CHECK(0 <= activation && activation <= 4, "gemm: unknown activation ", activation);
   set_bias(g, bias);
   if (residual) {
@@ -117,6 +164,23 @@ std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b,
   g.activation = activation;
   gemm(g);
   return {out, pre};
+}
+
+std::tuple<Tensor, Tensor> gemm_cpu(const Tensor& a, const Tensor& b,
+                                    const std::optional<Tensor>& bias,
+                                    const std::optional<Tensor>& residual, int64_t activation,
+                                    ScalarType dtype, bool save_pre) {
+  return run_gemm(gemm_args(a, b, dtype), a, bias, residual, activation, dtype, save_pre);
+}
+
+std::tuple<Tensor, Tensor> gemm_packed_cpu(const Tensor& a, const Tensor& b, const Tensor& packed,
+                                           const std::optional<Tensor>& bias,
+                                           const std::optional<Tensor>& residual,
+                                           int64_t activation, ScalarType dtype, bool save_pre) {
+  check_packed(packed, b, a.scalar_type());
+  GemmArgs g = gemm_args(a, b, dtype);
+  g.packed = data(packed);
+  return run_gemm(g, a, bias, residual, activation, dtype, save_pre);
 }
 
 // For results that go into c.
@@ -147,6 +211,9 @@ void gemm_add_cpu(const Tensor& c, const Tensor& a, const Tensor& b) {
 
 STABLE_TORCH_LIBRARY_IMPL(trainwright, CPU, m) {
   m.impl("gemm", TORCH_BOX(&tw::gemm_cpu));
+  m.impl("gemm_packed_size", TORCH_BOX(&tw::packed_size));
+  m.impl("gemm_pack_", TORCH_BOX(&tw::gemm_pack_cpu));
+  m.impl("gemm_packed", TORCH_BOX(&tw::gemm_packed_cpu));
   m.impl("gemm_out_", TORCH_BOX(&tw::gemm_out_cpu));
   m.impl("gemm_add_", TORCH_BOX(&tw::gemm_add_cpu));
 }

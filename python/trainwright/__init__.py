@@ -19,9 +19,11 @@ try:
     from trainwright.dispatch import available_backends, explain, use_backend
     from trainwright.errors import BackendError
     from trainwright.memory import empty_cache
+    from trainwright.ops._packed_weights import packed_weights
 
     __all__ = [
-        "BackendError", "available_backends", "empty_cache", "explain", "use_backend", *ops.__all__,
+        "BackendError", "available_backends", "empty_cache", "explain", "packed_weights", "use_backend",
+        *ops.__all__,
     ]  # fmt: skip
     globals().update({name: getattr(ops, name) for name in ops.__all__})
 except Exception:

@@ -8,6 +8,10 @@ not on strides, M, N or threads.
 
 Into memory that is there already, in its dtype and rounded once: ``gemm_out_(c, a, b, bias)`` does c = a·b + bias,
 ``gemm_add_(c, a, b)`` does c += a·b (for sums over chunks keep c in fp32).
+
+For a b that several products share: ``gemm_pack_(packed, b, a_dtype)`` lays b out as the CPU kernel reads it, into
+`gemm_packed_size` numbers in the dtype of the sums, and ``gemm_packed(a, b, packed, ...)`` has the bits of `gemm`; of b
+it takes shape and dtype alone.
 """
 
 from __future__ import annotations
@@ -74,6 +78,20 @@ def gemm_add_reference(c: Tensor, a: Tensor, b: Tensor) -> None:
     c.copy_(c.to(acc) + a.to(acc) @ b.to(acc))
 
 
+def gemm_pack_reference(packed: Tensor, b: Tensor, a_dtype: torch.dtype) -> None:
+    packed.copy_(b.to(packed.dtype).reshape(-1))
+
+
+def gemm_packed_reference(
+    a: Tensor, b: Tensor, packed: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return gemm_reference(a, packed.view(b.shape).to(b.dtype), *rest)
+
+
+def gemm_packed_fake(a: Tensor, b: Tensor, packed: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return gemm_fake(a, b, *rest)
+
+
 def _in_place_fake(*args: Any) -> None:
     return None
 
@@ -89,4 +107,19 @@ gemm_out_ = _library.define(
 )
 gemm_add_ = _library.define(
     "gemm_add_(Tensor(a!) c, Tensor a, Tensor b) -> ()", gemm_add_reference, _in_place_fake
+)
+gemm_packed_size = _library.define(
+    "gemm_packed_size(Tensor b, ScalarType a_dtype) -> int",
+    lambda b, a_dtype: b.numel(),
+    lambda b, a_dtype: b.numel(),
+)
+gemm_pack_ = _library.define(
+    "gemm_pack_(Tensor(a!) packed, Tensor b, ScalarType a_dtype) -> ()",
+    gemm_pack_reference,
+    _in_place_fake,
+)
+gemm_packed = _library.define(
+    "gemm_packed" + SCHEMA.replace("Tensor b,", "Tensor b, Tensor packed,"),
+    gemm_packed_reference,
+    gemm_packed_fake,
 )

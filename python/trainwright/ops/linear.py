@@ -13,6 +13,7 @@ from trainwright.dispatch import Candidate, Yield
 from trainwright.errors import FLOAT_DTYPES, check_tensor, type_error, value_error
 from trainwright.ops import _library
 from trainwright.ops._library import acc_dtype
+from trainwright.ops._packed_weights import product_with
 from trainwright.ops.gemm import ACTIVATIONS, GEMM
 
 __all__ = ["linear"]
@@ -70,7 +71,7 @@ class _Linear(torch.autograd.Function):
         # The slope of relu can be read off its result: one tensor less to keep.
         reuse = activation == ACTIVATIONS["relu"] and residual is None
         need_pre = activation != 0 and (need_x or need_weight or need_bias)
-        y, pre = GEMM[backend](
+        y, pre = product_with(weight, backend)(
             x, weight.t(), bias, residual, activation, x.dtype, need_pre and not reuse
         )
         ctx.save_for_backward(
@@ -93,7 +94,7 @@ class _Linear(torch.autograd.Function):
             dz = dy if pre is None else slope
             dbias = dbias.to(dy.dtype) if need_bias else None
         if need_x:
-            dx, _ = product(dz, weight, None, None, 0, dz.dtype, False)
+            dx, _ = product_with(weight, ctx.backend)(dz, weight, None, None, 0, dz.dtype, False)
         if need_weight:
             dw, _ = product(dz.t(), x, None, None, 0, dz.dtype, False)
         return dx, dw, dbias, dy if need_residual else None, None, None
