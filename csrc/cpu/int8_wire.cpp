@@ -8,6 +8,7 @@
 //
 // Bytes per element: encode 4 (x) + 8 (error) + 1, sum W + 4. Bound: memory bandwidth.
 #include "cpu/kernel.h"
+#include "trainwright/int8_wire.h"
 
 namespace tw {
 
@@ -34,17 +35,41 @@ TW_DECLARE_KERNEL(int8_sum, Int8SumArgs)
 
 #ifdef TW_CPU_ISA
 
-#include "trainwright/int8_wire.h"
-
 TW_BEGIN
 namespace {
 
 constexpr int64_t kGrain = 256;  // blocks: 16384 elements
 
+// n <= kWireBlock elements. Returns the step.
+float encode_block(const float* x, float scale, float* error, int8_t* codes, int64_t n) {
+  float v[kWireBlock];
+  uint32_t peak = 0;
+  for (int64_t i = 0; i < n; ++i) v[i] = wire_value(x[i], scale, error[i]);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = float_bits(v[i]) & 0x7fffffffu;
+    peak = bits > peak ? bits : peak;
+  }
+  const WireStep s = wire_step(peak);
+  if (s.empty()) {
+    memset(codes, 0, static_cast<size_t>(n));
+    if (s.finite)
+      memcpy(error, v, static_cast<size_t>(n) * sizeof(float));
+    else
+      memset(error, 0, static_cast<size_t>(n) * sizeof(float));
+    return s.step;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const float code = wire_code(v[i], s);
+    codes[i] = static_cast<int8_t>(static_cast<int32_t>(code));
+    error[i] = wire_error(v[i], code, s);
+  }
+  return s.step;
+}
+
 }  // namespace
 
 void int8_encode(const Int8EncodeArgs& a) {
-  parallel_for(0, (a.n + kWireBlock - 1) / kWireBlock, kGrain, [&](int64_t first, int64_t last) {
+  parallel_for(0, wire_blocks(a.n), kGrain, [&](int64_t first, int64_t last) {
     for (int64_t b = first; b < last; ++b) {
       const int64_t at = b * kWireBlock, n = a.n - at < kWireBlock ? a.n - at : kWireBlock;
       a.steps[b] = encode_block(a.x + at, a.scale, a.error + at, a.codes + at, n);
@@ -53,7 +78,7 @@ void int8_encode(const Int8EncodeArgs& a) {
 }
 
 void int8_sum(const Int8SumArgs& a) {
-  parallel_for(0, (a.n + kWireBlock - 1) / kWireBlock, kGrain, [&](int64_t first, int64_t last) {
+  parallel_for(0, wire_blocks(a.n), kGrain, [&](int64_t first, int64_t last) {
     for (int64_t b = first; b < last; ++b) {
       const int64_t at = b * kWireBlock, n = a.n - at < kWireBlock ? a.n - at : kWireBlock;
       float sum[kWireBlock];
@@ -78,13 +103,9 @@ TW_END
 namespace tw {
 namespace {
 
-constexpr int64_t kWireBlock = 64;
-
-int64_t steps_begin(int64_t n) { return (n + 3) / 4 * 4; }
-
 void check_row(const Tensor& row, int64_t n) {
   TW_CHECK_CONTIGUOUS(row);
-  const int64_t bytes = steps_begin(n) + 4 * ((n + kWireBlock - 1) / kWireBlock);
+  const int64_t bytes = wire_row_bytes(n);
   STD_TORCH_CHECK(row.scalar_type() == ScalarType::Byte && row.numel() == bytes, "a row of ", bytes,
                   " bytes expected for ", n, " elements, got ", row.numel());
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(data(row)) % 4 == 0,
@@ -104,7 +125,8 @@ void int8_encode_cpu(Tensor row, Tensor error, Tensor x, double scale) {
   check_row(row, n);
   auto* codes = static_cast<int8_t*>(mutable_data(row));
   int8_encode({static_cast<const float*>(data(x)), static_cast<float*>(mutable_data(error)), codes,
-               reinterpret_cast<float*>(codes + steps_begin(n)), n, static_cast<float>(scale)});
+               reinterpret_cast<float*>(codes + wire_steps_begin(n)), n,
+               static_cast<float>(scale)});
 }
 
 void int8_sum_cpu(Tensor out, std::vector<Tensor> rows, double scale) {
@@ -116,7 +138,7 @@ void int8_sum_cpu(Tensor out, std::vector<Tensor> rows, double scale) {
   for (const Tensor& row : rows) {
     check_row(row, n);
     codes.push_back(static_cast<const int8_t*>(data(row)));
-    steps.push_back(reinterpret_cast<const float*>(codes.back() + steps_begin(n)));
+    steps.push_back(reinterpret_cast<const float*>(codes.back() + wire_steps_begin(n)));
   }
   int8_sum({codes.data(), steps.data(), static_cast<float*>(mutable_data(out)), n,
             static_cast<int64_t>(rows.size()), static_cast<float>(scale)});

@@ -214,8 +214,10 @@ __global__ void __launch_bounds__(512, 1) cross_entropy_rows_kernel(CrossEntropy
   a.loss[n] = loss;
 }
 
+// In fp64 the functions are calls, around which registers spill if there are few.
 template<class T, bool SOFTCAP>
-__global__ void __launch_bounds__(kGradThreads, 4) cross_entropy_grad_kernel(CrossEntropyGrad a) {
+__global__ void __launch_bounds__(kGradThreads, sizeof(T) == 8 ? 2 : 4)
+    cross_entropy_grad_kernel(CrossEntropyGrad a) {
   using A = acc_t<T>;
   constexpr int VEC = 16 / sizeof(T);
   __shared__ CrossEntropyCoefficients<A> shared;

@@ -71,8 +71,9 @@ __global__ void __launch_bounds__(kGluThreads, 4) glu_fwd_kernel(GluFwd a) {
   });
 }
 
+// In fp64 the functions are calls, around which registers spill if there are few.
 template<class T, class Act, int VEC>
-__global__ void __launch_bounds__(kGluThreads, 4) glu_bwd_kernel(GluBwd a) {
+__global__ void __launch_bounds__(kGluThreads, sizeof(T) == 8 ? 2 : 4) glu_bwd_kernel(GluBwd a) {
   using A = acc_t<T>;
   for_grid_rows(a.N, [&](int64_t n) {
     const T* dy = static_cast<const T*>(a.dy) + n * a.dy_stride;

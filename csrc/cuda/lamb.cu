@@ -21,10 +21,10 @@ __global__ void __launch_bounds__(kOptimizerThreads,
                                   (kBlocksPerMultiprocessor<LambRule, A, kExtra>))
     lamb_moments_kernel(const OptimizerTable table, const OptimizerStep step, double* squares) {
   if (skipped(step.control)) return;
-  const auto work = [&](const auto& row, int64_t begin, int n, int unit) {
+  const auto work = [&](const auto& row) {
     const LambScalars<A>& k = row.scalars;
     double p_squares = 0.0, u_squares = 0.0;
-    for_tiles<LambRule, A, kExtra>(row, step.seed, begin, n, [&](auto& t) {
+    for_tiles<LambRule, A, kExtra>(row, step.seed, [&](auto& t) {
       t.template open<true>();
 #pragma unroll
       for (int i = 0; i < kPer; ++i) lamb_moments(t.g[i], t.s[0][i], t.s[1][i], k);
@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kOptimizerThreads,
     });
     p_squares = warp_sum(p_squares);
     u_squares = warp_sum(u_squares);
-    if (threadIdx.x % 32 == 0) reinterpret_cast<double2*>(squares)[unit] = {p_squares, u_squares};
+    if (threadIdx.x % 32 == 0)
+      reinterpret_cast<double2*>(squares)[row.now_unit] = {p_squares, u_squares};
   };
   for_units<LambRule, A>(table, step.control, work);
 }
@@ -68,11 +69,11 @@ __global__ void __launch_bounds__(kOptimizerThreads,
                                   (kBlocksPerMultiprocessor<LambRule, A, kExtra>))
     lamb_apply_kernel(const OptimizerTable table, const OptimizerStep step) {
   if (skipped(step.control)) return;
-  int64_t counts[2] = {0, 0};
-  for_units<LambRule, A>(table, step.control, [&](const auto& row, int64_t begin, int n, int) {
+  if constexpr (kExtra) LostCounts::of_block().clear();
+  for_units<LambRule, A>(table, step.control, [&](const auto& row) {
     const LambScalars<A>& k = row.scalars;
     const A rate = static_cast<A>(row.rate);
-    for_tiles<LambRule, A, kExtra>(row, step.seed, begin, n, [&](auto& t) {
+    for_tiles<LambRule, A, kExtra>(row, step.seed, [&](auto& t) {
       t.template open<false>();
       A before[kPer];
 #pragma unroll
@@ -83,11 +84,11 @@ __global__ void __launch_bounds__(kOptimizerThreads,
       }
       t.close_parameter();
       if constexpr (kExtra) {
-        if (step.lost) t.count_lost(before, counts);
+        if (step.lost) t.count_lost(before);
       }
     });
   });
-  if constexpr (kExtra) store_lost(step.lost, counts);
+  if constexpr (kExtra) store_lost(step.lost);
   raise_counts(table);
 }
 

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kRowThreads, kNormBwdBlocks<R>)
   using N = Norm<A>;
   constexpr int P = R == 0 ? 1 : R, S = kNormStats<Norm, A>, K = N::kColumns;
   // With more elements a thread, registers do not hold what the next step needs as well.
-  constexpr bool kAhead = R > 0 && R * VEC * sizeof(A) <= 32;
+  constexpr bool kAhead = R > 0 && R * VEC * sizeof(A) <= (sizeof(A) == 8 && K > 1 ? 16 : 32);
   extern __shared__ __align__(16) char dynamic[];
   __shared__ A shared[N::kSums][32], row_stats[2][kRowThreads / kFewestRowThreads * S];
   const int length = static_cast<int>(a.C);

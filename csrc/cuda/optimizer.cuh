@@ -23,12 +23,14 @@ constexpr int kBlocksPerMultiprocessor =
     sizeof(A) == 8 || (kExtra && Rule::info.states > 2) ? 1 : 2;
 
 // The counts of this warp.
-__device__ __forceinline__ void store_lost(double* lost, const int64_t (&counts)[2]) {
+__device__ __forceinline__ void store_lost(double* lost) {
   if (!lost) return;
-  const double sums[2] = {warp_sum(static_cast<double>(counts[0])),
-                          warp_sum(static_cast<double>(counts[1]))};
-  const int warp = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (threadIdx.x % 32 == 0) reinterpret_cast<double2*>(lost)[warp] = {sums[0], sums[1]};
+  const LostCounts& counts = LostCounts::of_block();
+  const int t = thread_number();
+  const double sums[2] = {warp_sum(static_cast<double>(counts.moved[t])),
+                          warp_sum(static_cast<double>(counts.lost[t]))};
+  const int warp = blockIdx.x * kWarps + thread_number() / 32;
+  if (thread_number() % 32 == 0) reinterpret_cast<double2*>(lost)[warp] = {sums[0], sums[1]};
 }
 static __global__ void __launch_bounds__(kSumThreads, 1)
     add_lost_kernel(const double* partial, int64_t count, double* lost, const double* control) {
@@ -49,9 +51,9 @@ template<class Rule, class A, bool kExtra>
 __global__ void __launch_bounds__(kOptimizerThreads, (kBlocksPerMultiprocessor<Rule, A, kExtra>))
     optimizer_kernel(const OptimizerTable table, const OptimizerStep step) {
   if (skipped(step.control)) return;
-  int64_t counts[2] = {0, 0};
-  for_units<Rule, A>(table, step.control, [&](const auto& row, int64_t begin, int n, int) {
-    for_tiles<Rule, A, kExtra>(row, step.seed, begin, n, [&](auto& t) {
+  if constexpr (kExtra) LostCounts::of_block().clear();
+  for_units<Rule, A>(table, step.control, [&](const auto& row) {
+    for_tiles<Rule, A, kExtra>(row, step.seed, [&](auto& t) {
       t.template open<true>();
       A before[kPer];
 #pragma unroll
@@ -66,12 +68,12 @@ __global__ void __launch_bounds__(kOptimizerThreads, (kBlocksPerMultiprocessor<R
       }
       t.close_parameter();
       if constexpr (kExtra) {
-        if (step.lost) t.count_lost(before, counts);
+        if (step.lost) t.count_lost(before);
       }
       t.template close_states<false>();
     });
   });
-  if constexpr (kExtra) store_lost(step.lost, counts);
+  if constexpr (kExtra) store_lost(step.lost);
   raise_counts(table);
 }
 

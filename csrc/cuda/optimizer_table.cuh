@@ -96,6 +96,10 @@ struct WarpRow : OptimizerRow {
   int end_unit;  // the first unit past it
   double now;    // the step count
   double rate;   // LAMB
+  // The unit that the warp is at: its number, first element and elements. Here, not in registers, of which a tile has
+  // none to spare.
+  int now_unit, length;
+  int64_t begin;
 };
 // With the numbers of the op's formula.
 template<class Rule, class A>
@@ -107,7 +111,7 @@ struct RuleRow : WarpRow {
 __device__ __forceinline__ int find_row(const OptimizerTable& table, int unit) {
   int low = 0;
   for (int size = table.count; size > 1;) {
-    const int step = (size + 31) / 32, probe = static_cast<int>(threadIdx.x % 32) * step;
+    const int step = (size + 31) / 32, probe = thread_number() % 32 * step;
     const bool below = probe < size && table.rows[low + probe].first_unit <= unit;
     const int last = 31 - __clz(__ballot_sync(0xffffffffu, below));
     low += last * step;
@@ -120,7 +124,7 @@ template<class Rule, class A>
 __device__ __forceinline__ void open_row(const OptimizerTable& table, int number,
                                          const double* control, RuleRow<Rule, A>& row) {
   const auto* from = reinterpret_cast<const uint32_t*>(table.rows + number);
-  const int lane = threadIdx.x % 32;
+  const int lane = thread_number() % 32;
   __syncwarp();
   for (int i = lane; i < static_cast<int>(sizeof(OptimizerRow) / 4); i += 32)
     reinterpret_cast<uint32_t*>(static_cast<OptimizerRow*>(&row))[i] = from[i];
@@ -137,19 +141,25 @@ __device__ __forceinline__ void open_row(const OptimizerTable& table, int number
   __syncwarp();
 }
 
-// Calls body(row, first element, number of elements, unit) for the units of this warp.
+// Calls body(row) for the units of this warp.
 template<class Rule, class A, class F>
 __device__ __forceinline__ void for_units(const OptimizerTable& table, const double* control,
                                           F&& body) {
   __shared__ RuleRow<Rule, A> rows[kWarps];
-  RuleRow<Rule, A>& row = rows[threadIdx.x / 32];
-  if (threadIdx.x % 32 == 0) row.end_unit = 0;
+  RuleRow<Rule, A>& row = rows[thread_number() / 32];
+  if (thread_number() % 32 == 0) row.end_unit = 0;
   __syncwarp();
-  for (int unit = blockIdx.x * kWarps + threadIdx.x / 32; unit < table.units;
-       unit += gridDim.x * kWarps) {
+  for (int unit = blockIdx.x * kWarps + thread_number() / 32; unit < table.units;
+       unit = row.now_unit + gridDim.x * kWarps) {
     if (unit >= row.end_unit) open_row<Rule, A>(table, find_row(table, unit), control, row);
-    const int64_t begin = int64_t{unit - row.first_unit} * row.unit;
-    body(row, begin, static_cast<int>(row.n - begin < row.unit ? row.n - begin : row.unit), unit);
+    __syncwarp();
+    if (thread_number() % 32 == 0) {
+      row.now_unit = unit;
+      row.begin = int64_t{unit - row.first_unit} * row.unit;
+      row.length = static_cast<int>(row.n - row.begin < row.unit ? row.n - row.begin : row.unit);
+    }
+    __syncwarp();
+    body(row);
     __syncwarp();  // what one lane did alone may have taken the warp apart
   }
 }
@@ -159,13 +169,13 @@ __device__ __forceinline__ void for_units(const OptimizerTable& table, const dou
 __device__ __forceinline__ void raise_counts(const OptimizerTable& table) {
   __shared__ bool is_last;
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (thread_number() == 0) {
     __threadfence();
     is_last = atomicInc(table.finished, gridDim.x - 1) == gridDim.x - 1;  // and it is 0 again
   }
   __syncthreads();
   if (!is_last) return;
-  for (int i = threadIdx.x; i < table.count; i += kOptimizerThreads) *table.rows[i].step += 1.0;
+  for (int i = thread_number(); i < table.count; i += kOptimizerThreads) *table.rows[i].step += 1.0;
 }
 
 }  // namespace tw

@@ -8,25 +8,55 @@
 
 namespace tw {
 
-// The scales of a unit's codes: lane i holds those of tile i.
+// Places for the states; one if there are none, since arrays have a size.
+template<class Rule>
+constexpr int kPlaces = Rule::info.states > 0 ? Rule::info.states : 1;
+
+// False for a rule whose "parameter" is only written.
+template<class Rule>
+constexpr bool kReadsParameter = true;
+
+// What a thread counts (kExtra), in shared memory; of a list of 2^40 elements fewer than 2^32 are its own.
+struct LostCounts {
+  // Updates that are not zero, and those of them that rounding took away.
+  uint32_t moved[kOptimizerThreads], lost[kOptimizerThreads];
+  __device__ __forceinline__ static LostCounts& of_block() {
+    __shared__ LostCounts counts;
+    return counts;
+  }
+  __device__ __forceinline__ void clear() {
+    const int t = thread_number();
+    moved[t] = lost[t] = 0;
+  }
+};
+
+// The scales of the codes of the unit that a warp is at, in shared memory: of[state][tile].
 template<class Rule>
 struct UnitScales {
-  float of[Rule::info.states];
+  float of[kPlaces<Rule>][32];
 
-  __device__ __forceinline__ void load(const OptimizerRow& row, int64_t begin, int n) {
-    each(row, n, [&](int i) { of[i] = row.scale[i][begin / kTile + threadIdx.x % 32]; });
+  __device__ __forceinline__ static UnitScales& of_warp() {
+    __shared__ UnitScales scales[kWarps];
+    return scales[thread_number() / 32];
   }
-  __device__ __forceinline__ void store(const OptimizerRow& row, int64_t begin, int n) const {
-    each(row, n, [&](int i) { row.scale[i][begin / kTile + threadIdx.x % 32] = of[i]; });
+  __device__ __forceinline__ void load(const WarpRow& row) {
+    const int lane = thread_number() % 32;
+    each(row, [&](int i) { of[i][lane] = row.scale[i][row.begin / kTile + lane]; });
+    __syncwarp();
+  }
+  __device__ __forceinline__ void store(const WarpRow& row) const {
+    const int lane = thread_number() % 32;
+    __syncwarp();
+    each(row, [&](int i) { row.scale[i][row.begin / kTile + lane] = of[i][lane]; });
   }
 
  private:
   template<class F>
-  static __device__ __forceinline__ void each(const OptimizerRow& row, int n, F&& f) {
+  static __device__ __forceinline__ void each(const WarpRow& row, F&& f) {
     if (row.state_format != StateFormat::block8) return;
 #pragma unroll
     for (int i = 0; i < Rule::info.states; ++i)
-      if (row.scale[i] && static_cast<int>(threadIdx.x % 32) * kTile < n) f(i);
+      if (row.scale[i] && thread_number() % 32 * kTile < row.length) f(i);
   }
 };
 
@@ -35,7 +65,7 @@ class OptimizerTile {
  public:
   static constexpr int kStates = Rule::info.states;
   static constexpr bool kCodes = kExtra && sizeof(A) == 4;
-  A p[kPer], g[kPer], s[kStates][kPer];
+  A p[kPer], g[kPer], s[kPlaces<Rule>][kPer];
 
   // Tile number `tile` of a unit: elements [begin, begin + count) of the tensor.
   __device__ __forceinline__ OptimizerTile(const WarpRow& row, uint64_t seed, int64_t begin,
@@ -55,12 +85,14 @@ class OptimizerTile {
   // Reads the operands; kGrad: the gradient too.
   template<bool kGrad>
   __device__ __forceinline__ void open() {
-    Raw<A> value, rest, grad, states[kStates];
+    Raw<A> value, rest, grad, states[kPlaces<Rule>];
     const bool split = sizeof(A) == 4 && row_.master_format == MasterFormat::split16;
-    if (sizeof(A) == 4 && row_.master_format == MasterFormat::f32)
-      load_floats(at_, row_.master, DType::f32, value);
-    else
-      load_floats(at_, row_.param, row_.dtype, value);
+    if constexpr (kReadsParameter<Rule>) {
+      if (sizeof(A) == 4 && row_.master_format == MasterFormat::f32)
+        load_floats(at_, row_.master, DType::f32, value);
+      else
+        load_floats(at_, row_.param, row_.dtype, value);
+    }
     if constexpr (sizeof(A) == 4)
       if (split) at_.template load<2>(row_.master, rest.template words<2>());
     const bool wide_grad = row_.grad_dtype == DType::f64;
@@ -71,7 +103,10 @@ class OptimizerTile {
     if constexpr (kCodes)
       if (noisy_states_ || noisy_parameter_) make_words();
 
-    if (split) {
+    if constexpr (!kReadsParameter<Rule>) {
+#pragma unroll
+      for (int k = 0; k < kPer; ++k) p[k] = A(0);
+    } else if (split) {
       if constexpr (sizeof(A) == 4) {
 #pragma unroll
         for (int k = 0; k < kPer; ++k) p[k] = split16_join(half_of(value, k), half_of(rest, k));
@@ -100,7 +135,8 @@ class OptimizerTile {
       if constexpr (kCodes) {
         if (row_.state_format == StateFormat::block8) {
           const float scale = encode_codes(i, raw);
-          if (at_.lane == tile_) scales_.of[i] = scale;
+          __syncwarp();  // every lane has read the old one
+          if (at_.lane == 0) scales_.of[i][tile_] = scale;
           at_.template store<1>(row_.state[i], raw.template words<1>());
           if constexpr (kReread) decode_codes(i, raw, scale);
           return;
@@ -164,16 +200,21 @@ class OptimizerTile {
   }
 
   // For the parameters as they were before: how many moved, and how many of those were stored as before.
-  __device__ __forceinline__ void count_lost(const A (&before)[kPer], int64_t (&lost)[2]) {
+  __device__ __forceinline__ void count_lost(const A (&before)[kPer]) {
+    uint32_t moves = 0, gone = 0;
     A kept[kPer];
     const bool exact = row_.master_format != MasterFormat::none;
     decode_floats(stored_, row_.dtype, kept);
 #pragma unroll
     for (int k = 0; k < kPer; ++k) {
       const bool moved = at_.has(k) && p[k] != before[k];
-      lost[0] += moved;
-      lost[1] += moved && !exact && kept[k] == before[k];
+      moves += moved;
+      gone += moved && !exact && kept[k] == before[k];
     }
+    LostCounts& sums = LostCounts::of_block();
+    const int t = thread_number();
+    sums.moved[t] += moves;
+    sums.lost[t] += gone;
   }
 
   __device__ __forceinline__ bool has(int k) const { return at_.has(k); }
@@ -206,7 +247,7 @@ class OptimizerTile {
   __device__ __forceinline__ void decode_state(Int<I> i, const Raw<A>& raw) {
     if constexpr (kCodes)
       if (row_.state_format == StateFormat::block8)
-        return decode_codes(i, raw, __shfl_sync(0xffffffffu, scales_.of[i], tile_));
+        return decode_codes(i, raw, scales_.of[i][tile_]);
     decode_floats(raw, float_type(), s[i]);
   }
   template<int I>
@@ -255,20 +296,20 @@ class OptimizerTile {
   Raw<A> stored_;
 };
 
-// Calls body(tile) for the tiles of a unit of n elements.
+// Calls body(tile) for the tiles of the unit that the warp is at.
 template<class Rule, class A, bool kExtra, class F>
-__device__ __forceinline__ void for_tiles(const WarpRow& row, uint64_t seed, int64_t begin, int n,
-                                          F&& body) {
-  UnitScales<Rule> scales;
-  if constexpr (kExtra) scales.load(row, begin, n);
+__device__ __forceinline__ void for_tiles(const WarpRow& row, uint64_t seed, F&& body) {
+  auto& scales = UnitScales<Rule>::of_warp();
+  if constexpr (kExtra) scales.load(row);
 #pragma unroll 1
-  for (int i = 0; i * kTile < n; ++i) {
+  for (int i = 0; i * kTile < row.length; ++i) {
     asm volatile("" ::: "memory");  // what a tile needs of the row it reads anew: registers are few
-    const int count = n - i * kTile < kTile ? n - i * kTile : kTile;
-    OptimizerTile<Rule, A, kExtra> tile(row, seed, begin + i * kTile, count, i, scales);
+    const int left = row.length - i * kTile;
+    OptimizerTile<Rule, A, kExtra> tile(row, seed, row.begin + i * kTile,
+                                        left < kTile ? left : kTile, i, scales);
     body(tile);
   }
-  if constexpr (kExtra) scales.store(row, begin, n);
+  if constexpr (kExtra) scales.store(row);
 }
 
 }  // namespace tw

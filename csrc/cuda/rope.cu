@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_table(const A* table, int p, int half, A (&
 
 // blockDim = (units, heads, tokens).
 template<class T, int VEC>
-__global__ void __launch_bounds__(kRopeThreads) rope_kernel(Rope a) {
+__global__ void __launch_bounds__(kRopeThreads, 2) rope_kernel(Rope a) {
   using A = acc_t<T>;
   // Pairs of a unit: VEC, or VEC / 2 of interleaved ones (at least one).
   constexpr int PAIRS = VEC == 1 ? 1 : VEC / 2;

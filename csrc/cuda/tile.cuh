@@ -39,6 +39,13 @@ __device__ __forceinline__ void store_words(char* p, const uint32_t* w) {
                reinterpret_cast<const Pack<uint32_t, part>&>(w[i]));
 }
 
+// threadIdx.x, read anew: what the compiler derives from it is not kept in registers, of which a tile has none to spare.
+__device__ __forceinline__ int thread_number() {
+  int t;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  return t;
+}
+
 // Where the tile of a warp lies in its tensor. A is the arithmetic type.
 template<class A>
 struct TilePlace {

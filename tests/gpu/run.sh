@@ -53,7 +53,7 @@ say "$(date -u +%Y-%m-%dT%H:%MZ) commit $(git rev-parse --short HEAD 2>/dev/null
 [ $dry -eq 1 ] || say "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)"
 
 step build 150 env TRAINWRIGHT_BUILD=cuda TORCH_CUDA_ARCH_LIST="$arch" "$python" setup.py -q build_ext --inplace
-step info 60 "$python" -m trainwright.info --check
+step info 40 "$python" -m trainwright.info --check
 # shellcheck disable=SC2086
 step ops 120 "$python" -m pytest tests/ops tests/optim -q -n 4 --dist worksteal --maxfail=40 $tables
 step virtual_gpu 60 "$python" -m pytest tests/gpu -q
@@ -62,8 +62,9 @@ if [ $dry -eq 1 ]; then
 else
   step bench 85 "$python" -m bench rms_norm layer_norm cross_entropy rope glu flash_attention merge_attention linear --quick --device cuda
   # Each storage format of AdamW, and each other optimizer, at 512M parameters as a fraction of copy bandwidth; 1000 small
-  # tensors beside one of their size.
+  # tensors beside one of their size. Then Muon's products and steps against torch's own.
   step bench_adamw 60 "$python" -m bench adamw --quick --device cuda
+  step bench_muon 25 "$python" -m bench newton_schulz muon --quick --device cuda --seconds 0.1
 fi
 cp bench/results/*.csv bench/results/README.md "$out/" 2>/dev/null
 say "$failed failed, $((SECONDS - begin)) s; results in $out"

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import types
 
@@ -88,17 +89,19 @@ def test_has_the_bits_of_the_optimizer_itself(name, dtype, when, seed):
 
 
 def test_chunks_use_two_buffers_and_overlap():
-    """The order of the calls: the next chunk is on its way while the host steps, and nobody waits for a copy up."""
+    """The order of the calls: the next chunk is on its way while the host steps, and nobody waits for a copy up. The
+    multiplier crosses the link behind the first chunk alone."""
     _, _, b, offloaded = pair()
     gradients(b, 0)
     offloaded.step()
     gradients(b, 1)
-    engine = offloaded._engine
+    engine, multiplier = offloaded._engine, offloaded._multiplier
+    offloaded._multiplier = lambda params: engine.calls.append("multiplier") or multiplier(params)
     engine.calls.clear()
     offloaded.step()
     chunks = engine.calls.count("down")
     assert chunks >= 4
-    expected = ["wait up", "begin", "down", "down"]
+    expected = ["wait up", "begin", "down", "multiplier", "down"]
     for i in range(chunks):
         expected += ["wait down", *(["down"] if i + 2 < chunks else []), "up"]
     assert engine.calls == [*expected, "finish"]
@@ -460,7 +463,7 @@ class Recorder:
 def test_the_cuda_engine_waits_for_the_right_streams(monkeypatch):
     """Without a GPU: the calls that the engine makes, with ordinary tensors."""
     r = Recorder()
-    names = iter(["down", "up"])
+    names = itertools.cycle(["down", "up"])
     main = Recorder.Stream(r, "main")
 
     class Using:
@@ -474,7 +477,7 @@ def test_the_cuda_engine_waits_for_the_right_streams(monkeypatch):
             r.log.append("off")
 
     fake = types.SimpleNamespace(
-        Stream=lambda device: Recorder.Stream(r, next(names)), Event=lambda: Recorder.Event(r),
+        Stream=lambda device: Recorder.Stream(r, next(names)), Event=lambda blocking: Recorder.Event(r),
         current_stream=lambda device: main, stream=Using,
     )  # fmt: skip
     monkeypatch.setattr(_copy_engine.torch, "cuda", fake)
@@ -491,6 +494,8 @@ def test_the_cuda_engine_waits_for_the_right_streams(monkeypatch):
     engine.finish()
     assert d.tolist() == [5, 5, 5]
     assert r.log == ["on up", "event on up", "off", "main waits for up"]
+    for other in (copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):
+        assert other.device == engine.device and other.down is not engine.down
 
 
 @pytest.mark.gpu

@@ -8,8 +8,9 @@ import os
 import pytest
 import torch
 from numerics import same_bits, vgpu_close
-from optim.op_cases import Format, make
+from optim.op_cases import PRODUCT, Format, make
 from trainwright import vgpu
+from trainwright.ops import int8_wire
 from trainwright.ops.bucket_pack import PACK_OPS, SUM_OPS, UNPACK_OPS
 
 ARCH = os.environ.get("VGPU_ARCH", "sm_90a")
@@ -82,6 +83,21 @@ def test_bytes_are_those_of_the_formats_in_whole_sectors(
     assert sum(k.local_bytes for k in kernels) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", PRODUCT, ids=str)
+def test_every_format_moves_its_operands_once(form, monkeypatch, full_chunks):
+    case = large("adamw", form)
+    moved = [*(2 - (form.master == "fp32")) * case.params, *case.grads]
+    moved += 2 * [*case.masters, *case.states]
+    ideal = sum(t.nbytes for t in moved)
+    kernels = counters(case, monkeypatch, check=False)
+    total = sum(k.global_bytes for k in kernels)
+    sectors = sum(k.global_sectors for k in kernels)
+    print(f"{form}: {total / ideal:.4f} of ideal, sectors {total / (32 * sectors):.4f}")
+    assert total <= 1.01 * ideal and total / (32 * sectors) >= 0.99
+    assert sum(k.local_bytes for k in kernels) == 0
+
+
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_one_launch_for_all_tensors_and_groups(name, monkeypatch):
     sizes = [(4 * (j % 7),) for j in range(300)] + [(0,), (1300 * 4,)]  # many without elements
@@ -136,4 +152,24 @@ def test_bucket_ops_move_their_data_once(op, dtype, monkeypatch):
     print(f"{op} {dtype}: {total / ideal:.4f} of ideal, sectors {total / (32 * sectors):.4f}")
     assert 0.999 <= total / ideal <= 1.02
     assert total / (32 * sectors) >= 0.94
+    assert sum(k.local_bytes for k in kernels) == 0
+
+
+@pytest.mark.parametrize("op", ["encode", "sum"])
+def test_the_int8_wire_moves_its_data_once(op, monkeypatch):
+    """Codes, a step for 64 of them, values and errors; beside them the sum reads the addresses of its rows. A warp of
+    the sum reads two steps at a time, 8 bytes of a sector, beside 128 codes."""
+    n = 1 << 17
+    x, error, out = (at_a_sector(torch.randn(n)) for _ in range(3))
+    rows = [at_a_sector(torch.zeros(n + n // 16, dtype=torch.uint8)) for _ in range(4)]
+    call, ideal = {
+        "encode": (Call(int8_wire.ENCODE_OPS, rows[0], error, x, 0.5), n * 13 + n // 16),
+        "sum": (Call(int8_wire.SUM_OPS, out, rows, 0.5), 4 * (n + n // 16) + 4 * n),
+    }[op]
+    kernels = counters(call, monkeypatch, check=False)
+    total = sum(k.global_bytes for k in kernels)
+    sectors = sum(k.global_sectors for k in kernels)
+    print(f"int8 {op}: {total / ideal:.4f} of ideal, sectors {total / (32 * sectors):.4f}")
+    assert 0.999 <= total / ideal <= 1.02
+    assert total / (32 * sectors) >= {"encode": 0.98, "sum": 0.89}[op]
     assert sum(k.local_bytes for k in kernels) == 0

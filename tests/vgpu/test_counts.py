@@ -174,6 +174,18 @@ def adamw_cases(dtype: torch.dtype) -> list[Case]:
     ]
 
 
+def int8_cases(dtype: torch.dtype, n: int = 1 << 17) -> list[Case]:
+    if dtype != FP32:
+        return []
+    encode, add = vgpu_backend.op("int8_encode_"), vgpu_backend.op("int8_sum_")
+    x, error, out = random(n), random(n), random(n)
+    rows = [torch.zeros(n + n // 16, dtype=torch.uint8) for _ in range(4)]
+    return [
+        Case("int8_encode", dtype, partial(encode, rows[0], error, x, 0.5), n * 13 + n // 16),
+        Case("int8_sum", dtype, partial(add, out, rows, 0.5), 4 * (n + n // 16) + 4 * n),
+    ]
+
+
 GROUPS = {
     "norms": norm_cases,
     "cross_entropy": cross_entropy_cases,
@@ -181,6 +193,7 @@ GROUPS = {
     "glu": glu_cases,
     "adamw": adamw_cases,
     "lists": list_cases,
+    "int8 wire": int8_cases,
 }
 
 

@@ -47,7 +47,13 @@ def test_attention_moves_what_its_tiles_say(arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_optimizers_move_what_their_formats_say(arch):
-    run(arch, "tests/vgpu/compiled_optimizers.py")
+    run(arch, "tests/vgpu/compiled_optimizers.py", "-m", "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_format_of_the_optimizers_moves_its_operands_once():
+    run("sm_90a", "tests/vgpu/compiled_optimizers.py", "-m", "slow")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -72,6 +78,7 @@ PARTS = {
     "ops/test_flash_attention_varlen.py": "all and once",
     "ops/test_bucket_pack.py": "(layout_and_dtype and (float32-bfloat16 or bfloat16-float32))"
     " or (one_bad_element and float16) or (rank_order and bfloat16)",
+    "ops/test_int8_wire.py": "triton",
     "ops/test_grad_norm.py": "triton",
     "ops/test_newton_schulz.py": "bfloat16 and (reference and (13 or 33) or batch)",
     "optim/test_muon.py": "(fp64 and bfloat16-bfloat16) or (bits_of_the_reference and bfloat16)",

@@ -4,11 +4,9 @@
 //
 // So what rounding takes from a gradient is added to the next one. A block with a NaN or an infinity
 // has step NaN, so that all of it arrives as NaN, and leaves no error behind; one without anything as
-// large as kSmallest has step 0 and keeps v as its error.
+// large as kSmallest has step 0 and keeps v as its error. Files that include this are built without
+// fused multiply-add: all backends give the same bits.
 #pragma once
-#include <cmath>
-#include <cstring>
-
 #include "trainwright/types.h"
 
 TW_BEGIN
@@ -16,38 +14,31 @@ TW_BEGIN
 inline constexpr int64_t kWireBlock = 64;   // elements per step: 6 % more bytes than the codes
 inline constexpr float kSmallest = 1e-30f;  // below it 127 / max|v| is no use
 
-// n <= kWireBlock elements. Returns the step.
-inline float encode_block(const float* x, float scale, float* error, int8_t* codes, int64_t n) {
-  float v[kWireBlock];
-  uint32_t peak_bits = 0;  // of floats without sign, which compare as their bits do
-  for (int64_t i = 0; i < n; ++i) v[i] = x[i] * scale + error[i];
-  for (int64_t i = 0; i < n; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, v + i, sizeof(bits));
-    bits &= 0x7fffffffu;
-    peak_bits = bits > peak_bits ? bits : peak_bits;
-  }
-  if (peak_bits >= 0x7f800000u) {
-    std::memset(codes, 0, static_cast<size_t>(n));
-    std::memset(error, 0, static_cast<size_t>(n) * sizeof(float));
-    return NAN;
-  }
-  float peak;
-  std::memcpy(&peak, &peak_bits, sizeof(peak));
-  if (peak < kSmallest) {
-    std::memset(codes, 0, static_cast<size_t>(n));
-    std::memcpy(error, v, static_cast<size_t>(n) * sizeof(float));
-    return 0.0f;
-  }
-  const float step = peak * (1.0f / 127.0f), inverse = 1.0f / peak * 127.0f;
-  constexpr float kRound =
-      12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even
-  for (int64_t i = 0; i < n; ++i) {
-    const float code = (v[i] * inverse + kRound) - kRound;
-    codes[i] = static_cast<int8_t>(static_cast<int32_t>(code));
-    error[i] = v[i] - code * step;
-  }
-  return step;
+// A row of n elements: the codes, padding to here, and the steps.
+TW_HD int64_t wire_steps_begin(int64_t n) { return (n + 3) / 4 * 4; }
+TW_HD int64_t wire_blocks(int64_t n) { return (n + kWireBlock - 1) / kWireBlock; }
+TW_HD int64_t wire_row_bytes(int64_t n) { return wire_steps_begin(n) + 4 * wire_blocks(n); }
+
+TW_HD float wire_value(float x, float scale, float error) { return x * scale + error; }
+
+struct WireStep {
+  float step, inverse;
+  bool finite;
+  TW_HD bool empty() const { return !(step > 0.0f); }  // all codes are 0
+};
+// From the largest of the bits of |v|, which are ordered like |v|, with NaN on top.
+TW_HD WireStep wire_step(uint32_t peak_bits) {
+  if (peak_bits >= 0x7f800000u) return {bits_float(0x7fc00000u), 0.0f, false};
+  const float peak = bits_float(peak_bits);
+  if (peak < kSmallest) return {0.0f, 0.0f, true};
+  return {peak * (1.0f / 127.0f), 1.0f / peak * 127.0f, true};
 }
+// The code of a block that is not empty, as a float.
+TW_HD float wire_code(float v, const WireStep& s) {
+  constexpr float round =
+      12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even
+  return (v * s.inverse + round) - round;
+}
+TW_HD float wire_error(float v, float code, const WireStep& s) { return v - code * s.step; }
 
 TW_END

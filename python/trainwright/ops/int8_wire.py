@@ -1,14 +1,18 @@
 """Gradients as int8 for the network: codes with one fp32 step per block of 64 elements, and error feedback.
 
-A row of bytes holds n elements: their codes, padding to a multiple of 4, and the steps. Compiled for the CPU; elsewhere
-the torch reference runs.
+A row of bytes holds n elements: their codes, padding to a multiple of 4, and the steps. Every backend gives the same
+bits. Internal: the data parallel layer calls these for each bucket, so arguments are checked by the kernels alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from trainwright import dispatch
+from trainwright.dispatch import Candidate
 from trainwright.ops import _library
 
 __all__: list[str] = []
@@ -73,5 +77,57 @@ def _nothing(*_: object) -> None:
     return None
 
 
-encode_ = _library.define(ENCODE, _encode_reference, _nothing)
-sum_ = _library.define(SUM, _sum_reference, _nothing)
+ENCODE_OPS = _library.define_backends("int8_wire", ENCODE, _encode_reference, _nothing)
+SUM_OPS = _library.define_backends("int8_wire", SUM, _sum_reference, _nothing)
+
+
+@dispatch.register(
+    "int8_encode",
+    Candidate("cpu", (torch.float32,)),
+    Candidate("cuda", (torch.float32,)),
+    Candidate("triton", (torch.float32,)),
+    Candidate("torch", (torch.float32,)),
+)
+def encode_(
+    row: Tensor, error: Tensor, x: Tensor, scale: float, *, backend: str | None = None
+) -> None:
+    """``row`` = the codes and steps of ``v = scale x + error``, and ``error`` = what they lose of it, in one pass.
+
+    Args:
+        row: `row_bytes(n)` uint8, contiguous, beginning at a multiple of 4 bytes.
+        error, x: (n,) fp32, contiguous.
+    """
+    ENCODE_OPS[dispatch.resolve("int8_encode", backend, x.device, x.dtype)](row, error, x, scale)
+
+
+@dispatch.register(
+    "int8_sum",
+    Candidate("cpu", (torch.float32,)),
+    Candidate("cuda", (torch.float32,), limits=(("W", 1024),)),
+    Candidate("triton", (torch.float32,)),
+    Candidate("torch", (torch.float32,)),
+)
+def sum_(out: Tensor, rows: Sequence[Tensor], scale: float, *, backend: str | None = None) -> None:
+    """``out = scale (row_0 + row_1 + ...)`` of the values that the rows stand for, added in this order in fp32."""
+    chosen = dispatch.resolve("int8_sum", backend, out.device, out.dtype, W=len(rows))
+    SUM_OPS[chosen](out, list(rows), scale)
+
+
+def _example(backend: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    x, error = (torch.randn(300).to(device) for _ in range(2))
+    row = torch.zeros(row_bytes(300), dtype=torch.uint8, device=device)
+    encode_(row, error, x, 0.5, backend=backend)
+    return row, error
+
+
+@dispatch.self_check("int8_encode")
+def _check_encode(backend: str, device: torch.device) -> list[Tensor]:
+    row, error = _example(backend, device)
+    return [row.float(), error]
+
+
+@dispatch.self_check("int8_sum")
+def _check_sum(backend: str, device: torch.device) -> list[Tensor]:
+    out = torch.empty(300, device=device)
+    sum_(out, [_example("torch", device)[0] for _ in range(3)], 0.5, backend=backend)
+    return [out]

@@ -71,6 +71,10 @@ class CudaCopies:
         self.device = device
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has streams of its own: they cannot be copied."""
+        return CudaCopies, (self.device,)
+
     def empty_like(self, t: Tensor) -> Tensor:
         return torch.empty_like(t, device="cpu", pin_memory=True)
 
@@ -88,7 +92,7 @@ class CudaCopies:
         with torch.cuda.stream(stream):
             for target, source in zip(targets, sources):
                 target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event(blocking=True)  # who waits leaves the core to others
             done.record(stream)
         return done
 

@@ -177,7 +177,8 @@ class Offload(torch.optim.Optimizer):
     def _take_over(self) -> None:
         """What the user may have changed in groups and state."""
         for group, host_group in zip(self.param_groups, self._host.param_groups):
-            host_group.update({k: v for k, v in group.items() if k != "params"})
+            # A learning rate on the device comes down here once, not behind every chunk of gradients.
+            host_group.update({k: _on_host(v) for k, v in group.items() if k != "params"})
         self._host.state.clear()
         for p, state in self.state.items():
             for key, value in state.items():
@@ -316,8 +317,11 @@ class Offload(torch.optim.Optimizer):
         self._refresh_twins(params)
         self._engine.begin()
         try:
-            coming = [self._download(c, b) for c, b in zip(chunks, self._buffers)]
+            # The multiplier comes over the same link: behind the first chunk, without which the host cannot begin, and
+            # not behind the second.
+            coming = [self._download(c, b) for c, b in zip(chunks[:1], self._buffers)]
             self._control = self._multiplier(params)
+            coming += [self._download(c, b) for c, b in zip(chunks[1:2], self._buffers[1:])]
             for i, chunk in enumerate(chunks):
                 views, ticket = coming[i]
                 self._engine.synchronize(ticket)
@@ -358,6 +362,13 @@ class Offload(torch.optim.Optimizer):
         finally:
             for twin in twins:
                 twin.grad = None
+
+
+def _on_host(value: Any) -> Any:
+    """The value of an option, its tensors on the host."""
+    if isinstance(value, Tensor):
+        return value if value.device.type == "cpu" else value.to("cpu")
+    return tuple(map(_on_host, value)) if isinstance(value, tuple) else value
 
 
 def _padded_bytes(t: Tensor) -> int:
