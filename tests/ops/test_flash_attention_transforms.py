@@ -128,6 +128,27 @@ def test_second_derivatives_ignore_nan_in_slots_that_nobody_sees():
     assert all(g.isfinite().all() for g in second)
 
 
+@pytest.mark.parametrize("dirty", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), INF])
+def test_second_derivatives_ignore_nan_that_only_others_see(dirty, bad):
+    """Two groups of tokens that do not see each other: NaN or inf in one leaves the derivatives of the other."""
+    group = torch.tensor([0, 0, 0, 1, 1])
+    bias = torch.where(group[:, None] == group, 0.0, -INF).double()
+    inputs, results = qkv(1, 5, 5, 2, 1, 2, 2), []
+    for value in (1.0, bad):
+        inputs[dirty][:, 4, :, 0] = value
+        leaves = in_fp64(inputs)
+        grads = torch.autograd.grad(
+            energy(*leaves.values(), bias=bias), leaves.values(), create_graph=True
+        )
+        second = torch.autograd.grad(
+            sum(g[:, :3].square().sum() for g in grads), leaves.values(), retain_graph=True
+        )
+        results.append([g[:, :3] for g in (*grads, *second)])
+    for clean, beside_bad in zip(*results):
+        torch.testing.assert_close(beside_bad, clean)
+
+
 @pytest.mark.parametrize("case", ["bias", "all at once"])
 def test_vmap_gives_the_bits_of_a_loop(case):
     options, _ = OPTIONS[case]

@@ -167,6 +167,12 @@ def test_bad_arguments(changed, error, text):
         ((0, 1), ValueError, "embed_dim: expected at least 1, got 0"),
         (("8", 2), TypeError, "embed_dim: expected an int, got str"),
         ((8, 2, 2.0), ValueError, r"dropout: expected a probability in \[0, 1\], got 2.0"),
+        ((8, 2, 0.0, True, False, False, 0), ValueError, "kdim: expected at least 1, got 0"),
+        (
+            (8, 2, 0.0, True, False, False, None, -3),
+            ValueError,
+            "vdim: expected at least 1, got -3",
+        ),
     ],
     ids=str,
 )

@@ -48,6 +48,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         check_number(_OP, "dropout", dropout)
         if not 0.0 <= dropout <= 1.0:
             raise value_error(_OP, "dropout", "a probability in [0, 1]", dropout)
+        given = (
+            dict(zip(("bias", "add_bias_kv", "add_zero_attn", "kdim", "vdim"), arguments)) | options
+        )
+        for name in ("kdim", "vdim"):
+            if given.get(name) is not None:
+                check_int(_OP, name, given[name], minimum=1)
         super().__init__(embed_dim, num_heads, dropout, *arguments, **options)
 
     def forward(

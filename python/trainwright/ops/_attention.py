@@ -103,6 +103,22 @@ def _one_by_one(apply: Any, size: int, in_dims: Any, args: Any) -> tuple[Any, An
     return tuple(results), tuple(None if r is None else 0 for r in results)
 
 
+_NONE = (None,) * 5
+_PLAIN = (True, True, True, False, False, False)
+
+
+def _wanted(
+    grads: Sequence[Tensor], need: Sequence[bool], bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """What the backward op gives, with None for what is not needed."""
+    if tuple(need) == _PLAIN:
+        return *grads[:3], None, None, None
+    dq, dk, dv, dalibi, dbias, dsinks = (g if n else None for g, n in zip(grads, need))
+    if dbias is not None and bias is not None:
+        dbias = dbias.to(bias.dtype)
+    return dq, dk, dv, dalibi, dbias, dsinks
+
+
 class AttentionBackward(torch.autograd.Function):
     """Gradients of (out, lse) by q, k, v, alibi_slopes, bias, sinks, None where `need` is False. Its own derivatives
     come from the formula."""
@@ -115,10 +131,7 @@ class AttentionBackward(torch.autograd.Function):
         tensors = _tensors(alibi, bias, sinks, fixed)
         dlse = None if dlse is None else dlse.contiguous()
         grads = BACKWARD[fixed[4]](dout, dlse, q, k, v, out, lse, *tensors, *fixed[3], list(need))
-        dq, dk, dv, dalibi, dbias, dsinks = (g if n else None for g, n in zip(grads, need))
-        if dbias is not None and bias is not None:
-            dbias = dbias.to(bias.dtype)
-        return dq, dk, dv, dalibi, dbias, dsinks
+        return _wanted(grads, need, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -175,14 +188,21 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         saved = ctx.saved_tensors  # once: checkpointing recomputes at the first access
-        inputs, (out, lse) = saved[:6], saved[6:8]
+        q, k, v, alibi, bias, sinks, out, lse, cu_q, cu_k, seed = saved
+        numbers, backend = ctx.plain
+        need = ctx.needs_input_grad[:6]
         if dout is None:
             dout = torch.zeros_like(out)
-        fixed = (*saved[8:], *ctx.plain)
-        run = AttentionBackward.forward
         if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or transforms_active()):
-            run = AttentionBackward.apply
-        return *run(dout, dlse, *inputs, out, lse, ctx.needs_input_grad[:6], *fixed), *[None] * 5
+            grads = AttentionBackward.apply(
+                dout, dlse, *saved[:8], need, cu_q, cu_k, seed, numbers, backend
+            )
+            return *grads, *_NONE
+        grads = BACKWARD[backend](
+            dout, None if dlse is None else dlse.contiguous(), q, k, v, out, lse, cu_q, cu_k, alibi, bias, sinks, seed,
+            *numbers, need,
+        )  # fmt: skip
+        return *_wanted(grads, need, bias), *_NONE
 
 
 class TransformedAttention(torch.autograd.Function):
@@ -243,7 +263,7 @@ def attention(
         used = zip(_TERMS, (softcap, dropout_p or None, *terms))
         sizes |= {option: 1 for option, value in used if value is not None}
     chosen = dispatch.resolve(op, backend, q.device, q.dtype, **sizes)
-    cu_q, cu_k = cu_seqlens or (None, None)
+    cu_q, cu_k = cu_seqlens if cu_seqlens is not None else (None, None)
     if alibi_slopes is not None:
         B = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
         alibi_slopes = alibi_slopes.to(acc_dtype(q.dtype)).expand(B, q.shape[2])

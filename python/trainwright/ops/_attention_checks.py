@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.errors import (
+    FLOAT_DTYPES,
     check_bool,
     check_int,
     check_number,
@@ -21,10 +22,16 @@ from trainwright.errors import (
 Shape = Sequence[int]
 
 
+def _is_plain(x: Any) -> bool:
+    """Whether `check_tensor` has nothing to say, in a fourth of its time."""
+    return isinstance(x, Tensor) and x.dtype in FLOAT_DTYPES and x.layout is torch.strided
+
+
 def checked_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v: dense tensors of one dtype and device; under autocast in its dtype (fp64 stays)."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(op, name, x)
+    if not (_is_plain(q) and _is_plain(k) and _is_plain(v)):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_tensor(op, name, x)
     device = q.device
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

@@ -26,6 +26,16 @@ from trainwright.ops._library import acc_dtype
 Maybe = Tensor | None
 
 
+def _over_seen(a: Tensor, b: Tensor, seen: Tensor, scores: bool) -> Tensor:
+    """The products of q (i, d), k (j, d) (`scores`) or of p (i, j), v (j, d). A pair (i, j) that is not seen must
+    pass nothing on, backwards neither, and 0 times inf or NaN is NaN: with such operands each pair is taken apart."""
+    if bool(torch.isfinite(a).all() & torch.isfinite(b).all()):
+        return a @ b.transpose(-1, -2) if scores else a @ b
+    a = torch.where(seen[..., None], a.unsqueeze(-2 if scores else -1), 0.0)
+    b = torch.where(seen[..., None], b.unsqueeze(-3), 0.0)
+    return (a * b).sum(-1 if scores else -2)
+
+
 def _one(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
     H, acc = q.shape[2], acc_dtype(q.dtype)
     seen = visible(q, k, o)
@@ -34,7 +44,7 @@ def _one(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
     # Rows that nobody sees, or that see nothing, may hold inf or NaN, which times a gradient of 0 is NaN.
     q_, k_, v_ = by_head(q, H), by_head(k, H), by_head(v, H)
     q_, k_, v_ = (torch.where(m, x, 0.0) for m, x in ((by_query, q_), (by_key, k_), (by_key, v_)))
-    s = (q_ @ k_.transpose(-1, -2)) * o.scale
+    s = _over_seen(q_, k_, seen, True) * o.scale
     if o.softcap > 0.0:
         s = o.softcap * torch.tanh(s / o.softcap)
     if o.bias is not None:
@@ -46,8 +56,8 @@ def _one(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
     p = torch.softmax(s, -1)
     if o.sinks is not None:
         p = p * torch.sigmoid(lse - o.sinks.to(acc)[:, None])[..., None]
-    p = p.masked_fill(empty[..., None], 0.0) * kept_weights(s.shape, o, acc)
-    out = (p @ v_).transpose(1, 2).to(q.dtype)
+    p = p.masked_fill(~seen, 0.0) * kept_weights(s.shape, o, acc)
+    out = _over_seen(p, v_, seen, False).transpose(1, 2).to(q.dtype)
     return out, lse.masked_fill(empty, -math.inf)
 
 
