@@ -14,6 +14,7 @@ from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_bool, check_number
 from trainwright.ops._optimizer import OptimizerOp, State, call, check_below_one, define
+from trainwright.ops._optimizer_docs import documented
 from trainwright.ops.adamw import adamw_apply
 
 __all__ = ["adam_"]
@@ -43,6 +44,7 @@ STEP = define(OP)
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
+@documented
 def adam_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -73,33 +75,13 @@ def adam_(
     AMSGrad the largest v so far in place of v; with decoupled weight decay the step of `adamw_`.
 
     Args:
-        params: fp32, bf16, fp16 or fp64 in any mix; any strides without overlap. Updated in place; nothing outside
-            a view is touched.
-        grads: same shapes; any of those dtypes, any strides. Not modified.
-        exp_avgs, exp_avg_sqs, max_exp_avg_sqs: state, fp32 (fp64 for fp64
-            parameters) or bf16 of the parameters' shapes, any strides; or int8 codes (uint8 where never negative),
-            contiguous, with `scales`. `max_exp_avg_sqs` turns AMSGrad
-            on.
-        steps: 0-d fp64 tensors on the parameters' device, raised by one.
+        {tensors}
+        exp_avgs, exp_avg_sqs, max_exp_avg_sqs: state; {state}. `max_exp_avg_sqs` turns AMSGrad on.
+        {steps}
         lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as in `torch.optim.Adam`.
-        masters: for each parameter None, an fp32 tensor that holds its exact value, or (bf16 only) the int16 remainder
-            of that value; the parameter receives its rounding. bf16 and fp16 parameters only.
-        scales: for int8 state, per state name the fp32 scales of each parameter, one per 256 elements.
-        stochastic_rounding, seed: round states, and parameters without a master, up or down at random so that the mean
-            is right; the bits depend on (seed, element, step) alone.
-        offsets: index of each tensor's first element in the whole parameter, if it is a shard of one.
-        control: (2,) fp64 on the device: the gradient multiplier (clip coefficient / loss scale), and a flag: non-zero
-            skips the step and leaves every tensor, step counts included, as it is.
-        lost: (2,) fp64 on the device, raised by the number of elements whose update was not zero, and of those whose
-            stored value did not move.
-        backend: None, "cpu", "cuda", "triton" or "torch".
+        {options}
 
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind, dtype or shape.
-        trainwright.BackendError: no backend can run the call.
-
-    Numerics: elements in fp32 (fp64 for fp64 parameters), each operation rounded by itself; the scalars they share in
-    fp64; what is stored in fewer bits is rounded once. The same bits for any thread count, layout and backend.
+    {errors and numerics}
 
     Source: Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015.
 

@@ -227,9 +227,9 @@ def _step_batch(batch: list[Member], call: Call) -> None:
 # ---- the function
 
 
-def check_adjust_lr_fn(value: object) -> None:
+def check_adjust_lr_fn(op: str, value: object) -> None:
     if value not in (None, "original", "match_rms_adamw"):
-        raise ValueError(f"Adjust learning rate function {value} is not supported")
+        raise value_error(op, "adjust_lr_fn", "None, 'original' or 'match_rms_adamw'", repr(value))
 
 
 @dispatch.register(
@@ -320,7 +320,7 @@ def muon_(
     check_int(op, "ns_steps", ns_steps, minimum=0)
     if ns_steps > MAX_STEPS:
         raise value_error(op, "ns_steps", f"at most {MAX_STEPS}", ns_steps)
-    check_adjust_lr_fn(adjust_lr_fn)
+    check_adjust_lr_fn("muon_", adjust_lr_fn)
     check_ns_dtype(op, ns_dtype)
     check_bool(op, "stochastic_rounding", stochastic_rounding)
     check_int(op, "seed", seed)

@@ -14,6 +14,7 @@ from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_bool, check_number, value_error
 from trainwright.ops._optimizer import OptimizerOp, State, call, define
+from trainwright.ops._optimizer_docs import documented
 from trainwright.ops._optimizer_formats import sqrt
 
 __all__ = ["rmsprop_"]
@@ -56,6 +57,7 @@ STEP = define(OP)
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
+@documented
 def rmsprop_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -86,32 +88,13 @@ def rmsprop_(
     ``b = momentum · b + r`` and ``p −= lr b``. v − a² is taken as 0 where rounding made it negative.
 
     Args:
-        params: fp32, bf16, fp16 or fp64 in any mix; any strides without overlap. Updated in place; nothing outside
-            a view is touched.
-        grads: same shapes; any of those dtypes, any strides. Not modified.
-        square_avgs, momentum_buffers, grad_avgs: state, fp32 (fp64 for fp64
-            parameters) or bf16 of the parameters' shapes, any strides; or int8 codes (uint8 where never negative),
-            contiguous, with `scales`. `grad_avgs` makes it centered.
-        steps: 0-d fp64 tensors on the parameters' device, raised by one.
+        {tensors}
+        square_avgs, momentum_buffers, grad_avgs: state; {state}. `grad_avgs` makes it centered.
+        {steps}
         lr, alpha, eps, weight_decay, momentum, maximize: as in `torch.optim.RMSprop`.
-        masters: for each parameter None, an fp32 tensor that holds its exact value, or (bf16 only) the int16 remainder
-            of that value; the parameter receives its rounding. bf16 and fp16 parameters only.
-        scales: for int8 state, per state name the fp32 scales of each parameter, one per 256 elements.
-        stochastic_rounding, seed: round states, and parameters without a master, up or down at random so that the mean
-            is right; the bits depend on (seed, element, step) alone.
-        offsets: index of each tensor's first element in the whole parameter, if it is a shard of one.
-        control: (2,) fp64 on the device: the gradient multiplier (clip coefficient / loss scale), and a flag: non-zero
-            skips the step and leaves every tensor, step counts included, as it is.
-        lost: (2,) fp64 on the device, raised by the number of elements whose update was not zero, and of those whose
-            stored value did not move.
-        backend: None, "cpu", "cuda", "triton" or "torch".
+        {options}
 
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind, dtype or shape.
-        trainwright.BackendError: no backend can run the call.
-
-    Numerics: elements in fp32 (fp64 for fp64 parameters), each operation rounded by itself; the scalars they share in
-    fp64; what is stored in fewer bits is rounded once. The same bits for any thread count, layout and backend.
+    {errors and numerics}
 
     Source: Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012; Graves, arXiv 1308.0850.
 

@@ -14,6 +14,7 @@ from trainwright import dispatch
 from trainwright.dispatch import Candidate
 from trainwright.errors import FLOAT_DTYPES, check_bool, check_number, value_error
 from trainwright.ops._optimizer import OptimizerOp, State, call, define
+from trainwright.ops._optimizer_docs import documented
 
 __all__ = ["sgd_"]
 
@@ -48,6 +49,7 @@ STEP = define(OP)
     Candidate("triton", FLOAT_DTYPES),
     Candidate("torch", FLOAT_DTYPES),
 )
+@documented
 def sgd_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -76,32 +78,13 @@ def sgd_(
     ``p −= lr (g + momentum · b)`` with Nesterov's.
 
     Args:
-        params: fp32, bf16, fp16 or fp64 in any mix; any strides without overlap. Updated in place; nothing outside
-            a view is touched.
-        grads: same shapes; any of those dtypes, any strides. Not modified.
-        momentum_buffers: state, fp32 (fp64 for fp64
-            parameters) or bf16 of the parameters' shapes, any strides; or int8 codes (uint8 where never negative),
-            contiguous, with `scales`.
-        steps: 0-d fp64 tensors on the parameters' device, raised by one.
+        {tensors}
+        momentum_buffers: state; {state}.
+        {steps}
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in `torch.optim.SGD`.
-        masters: for each parameter None, an fp32 tensor that holds its exact value, or (bf16 only) the int16 remainder
-            of that value; the parameter receives its rounding. bf16 and fp16 parameters only.
-        scales: for int8 state, per state name the fp32 scales of each parameter, one per 256 elements.
-        stochastic_rounding, seed: round states, and parameters without a master, up or down at random so that the mean
-            is right; the bits depend on (seed, element, step) alone.
-        offsets: index of each tensor's first element in the whole parameter, if it is a shard of one.
-        control: (2,) fp64 on the device: the gradient multiplier (clip coefficient / loss scale), and a flag: non-zero
-            skips the step and leaves every tensor, step counts included, as it is.
-        lost: (2,) fp64 on the device, raised by the number of elements whose update was not zero, and of those whose
-            stored value did not move.
-        backend: None, "cpu", "cuda", "triton" or "torch".
+        {options}
 
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind, dtype or shape.
-        trainwright.BackendError: no backend can run the call.
-
-    Numerics: elements in fp32 (fp64 for fp64 parameters), each operation rounded by itself; the scalars they share in
-    fp64; what is stored in fewer bits is rounded once. The same bits for any thread count, layout and backend.
+    {errors and numerics}
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013;
     torch.optim.SGD.

@@ -39,6 +39,7 @@ from trainwright.ops._optimizer import (
 )
 from trainwright.ops._optimizer_formats import INT8_STATE
 from trainwright.ops.grad_norm import GRAD_STATS
+from trainwright.optim._checks import check_options
 from trainwright.optim._hyper import HyperTable, is_capturing
 from trainwright.optim._plan import Batch, Plan
 from trainwright.optim._state import load as load_state
@@ -97,19 +98,6 @@ if TYPE_CHECKING:
 def op_module(name: str) -> ModuleType:
     """`trainwright.ops.<name>`: a from-import would give an op of that name."""
     return importlib.import_module(f"trainwright.ops.{name}")
-
-
-def check_defaults(name: str, defaults: dict[str, Any]) -> None:
-    """What torch's constructors check, for the optimizers that torch does not have."""
-    for key, value in defaults.items():
-        if key == "betas":
-            for i, beta in enumerate(value):
-                if not 0.0 <= beta < 1.0:
-                    raise value_error(name, f"betas[{i}]", "a number in [0, 1)", beta)
-        elif isinstance(value, Tensor) and value.numel() != 1:
-            raise value_error(name, key, "a number or a tensor of one", tuple(value.shape))
-        elif key in ("lr", "eps", "weight_decay") and not value >= 0.0:
-            raise value_error(name, key, "at least 0", value)
 
 
 class _Loaded:
@@ -203,8 +191,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.last_step = StepInfo(None, torch.zeros((), dtype=torch.bool))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a parameter listed twice is a ValueError."""
+        """As torch's; a parameter listed twice is a ValueError, and the group's options are checked."""
         op = type(self).__name__
+        if isinstance(param_group, dict):
+            check_options(op, {**self.defaults, **param_group})
         if isinstance(param_group, dict) and "params" in param_group:
             params = param_group["params"]
             if isinstance(params, Iterable) and not isinstance(params, Tensor | set):

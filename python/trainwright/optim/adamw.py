@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainwright.optim._base import FusedOptimizer, op_module
+from trainwright.optim._checks import check_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,6 +74,15 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
         fused: bool | None = None,
         **options: Unpack[FusedOptions],
     ) -> None:
+        numbers = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+        )
+        check_options(type(self).__name__, numbers)
         self._set_options(differentiable=differentiable, **options)
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,

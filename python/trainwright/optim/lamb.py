@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from trainwright.errors import value_error
-from trainwright.optim._base import FusedOptimizer, check_defaults, op_module
+from trainwright.optim._base import FusedOptimizer, op_module
+from trainwright.optim._checks import check_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,12 +68,10 @@ class Lamb(FusedOptimizer):
         maximize: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        self._set_options(**options)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-        check_defaults(type(self).__name__, defaults)
-        super().__init__(
-            params, defaults,
-        )  # fmt: skip
+        check_options(type(self).__name__, defaults)
+        self._set_options(**options)
+        super().__init__(params, defaults)
 
     def _offsets(self, params: list[Tensor]) -> list[int]:
         for i, p in enumerate(params):

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from trainwright.optim._base import FusedOptimizer, check_defaults, op_module
+from trainwright.optim._base import FusedOptimizer, op_module
+from trainwright.optim._checks import check_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -62,9 +63,7 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        self._set_options(**options)
         defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
-        check_defaults(type(self).__name__, defaults)
-        super().__init__(
-            params, defaults,
-        )  # fmt: skip
+        check_options(type(self).__name__, defaults)
+        self._set_options(**options)
+        super().__init__(params, defaults)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainwright.errors import check_bool, check_int, check_number, value_error
+from trainwright.errors import check_int, check_number, value_error
 from trainwright.ops._optimizer import Spec, State
 from trainwright.ops._optimizer_formats import INT8_STATE
 from trainwright.ops.muon import (
@@ -22,6 +22,7 @@ from trainwright.ops.muon import (
 )
 from trainwright.ops.newton_schulz import COEFFICIENTS, EPS, MAX_STEPS, check_coefficients
 from trainwright.optim._base import FusedOptimizer, run_closure
+from trainwright.optim._checks import check_options
 from trainwright.optim._state import master_format, state_format
 
 __all__ = ["Muon"]
@@ -97,23 +98,6 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         max_grad_norm: float | None = None,
         backend: str | None = None,
     ) -> None:
-        self._set_options(
-            differentiable=False,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            max_grad_norm=max_grad_norm,
-            backend=backend,
-        )
-        check_ns_dtype("Muon", ns_dtype)
-        self._ns_dtype = ns_dtype
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        limits = {"Learning rate": lr, "momentum": momentum, "weight decay": weight_decay}
-        for name, value in limits.items():  # in torch's words; not "< 0", for NaN
-            if not value >= 0.0:
-                raise ValueError(f"{name} should be >= 0 but is: {value}")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -124,6 +108,17 @@ class Muon(FusedOptimizer, torch.optim.Muon):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
+        check_options("Muon", defaults)
+        self._set_options(
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            max_grad_norm=max_grad_norm,
+            backend=backend,
+        )
+        check_ns_dtype("Muon", ns_dtype)
+        self._ns_dtype = ns_dtype
         # Not torch.optim.Muon's own constructor, which refuses all but two dimensions.
         torch.optim.Optimizer.__init__(self, params, defaults)
 
@@ -139,7 +134,6 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         group = self.param_groups[-1]
         try:
             _orthogonalization(group)
-            check_bool("Muon", "nesterov", group["nesterov"])
             for i, p in enumerate(group["params"]):
                 if p.dim() < 2:
                     name = f" ({group['param_names'][i]!r})" if "param_names" in group else ""
@@ -202,7 +196,7 @@ def _orthogonalization(group: dict[str, Any]) -> Orthogonalization:
     check_int("Muon", "ns_steps", group["ns_steps"], minimum=0)
     if group["ns_steps"] > MAX_STEPS:
         raise value_error("Muon", "ns_steps", f"at most {MAX_STEPS}", group["ns_steps"])
-    check_adjust_lr_fn(group["adjust_lr_fn"])
+    check_adjust_lr_fn("Muon", group["adjust_lr_fn"])
     a, b, c = group["ns_coefficients"]
     coefficients = (float(a), float(b), float(c))
     return Orthogonalization(

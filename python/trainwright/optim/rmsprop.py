@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainwright.optim._base import FusedOptimizer, op_module
+from trainwright.optim._checks import check_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,6 +79,11 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         differentiable: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
+        numbers = dict(
+            lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
+            maximize=maximize,
+        )  # fmt: skip
+        check_options(type(self).__name__, numbers)
         self._set_options(differentiable=differentiable, **options)
         super().__init__(
             params, lr, alpha, eps, weight_decay, momentum, centered, capturable=capturable, foreach=foreach,

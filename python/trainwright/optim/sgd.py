@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainwright.optim._base import FusedOptimizer, op_module
+from trainwright.optim._checks import check_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,6 +80,11 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         fused: bool | None = None,
         **options: Unpack[FusedOptions],
     ) -> None:
+        numbers = dict(
+            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
+            maximize=maximize,
+        )  # fmt: skip
+        check_options(type(self).__name__, numbers)
         self._set_options(differentiable=differentiable, **options)
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=foreach, fused=fused,
