@@ -14,11 +14,14 @@ TW_DECLARE_KERNEL(adam, OptimizerArgs)
 TW_BEGIN
 namespace {
 
-struct AdamRule : Adam {
-  template<class A, class S, class P, class G, class States>
-  static void run(const S& s, int flags, int64_t n, P p, G g, const States& states) {
-    adam_run<A>(s.adamw, flags, n, p, g, states,
-                [s](auto x, auto grad) { return adam_gradient(x, grad, s); });
+struct AdamRule : Adam, AdamLoops<AdamRule> {
+  template<class S>
+  static auto adamw(const S& s) {
+    return s.adamw;
+  }
+  template<class V, class S>
+  static V gradient(V p, V grad, const S& s) {
+    return adam_gradient(p, grad, s);
   }
 };
 

@@ -17,11 +17,14 @@ TW_DECLARE_KERNEL(adamw, OptimizerArgs)
 TW_BEGIN
 namespace {
 
-struct AdamWRule : AdamW {
-  template<class A, class S, class P, class G, class States>
-  static void run(const S& s, int flags, int64_t n, P p, G g, const States& states) {
-    adam_run<A>(s, flags, n, p, g, states,
-                [m = s.multiplier](auto, auto grad) { return grad * m; });
+struct AdamWRule : AdamW, AdamLoops<AdamWRule> {
+  template<class S>
+  static S adamw(const S& s) {
+    return s;
+  }
+  template<class V, class S>
+  static V gradient(V, V grad, const S& s) {
+    return grad * s.multiplier;
   }
 };
 

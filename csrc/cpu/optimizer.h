@@ -297,50 +297,47 @@ void direct_block(const OptimizerRow& r, const S& scalars, int64_t begin, int64_
   });
 }
 
-// The 8-bit states of a block of one tensor.
+// Whether a Rule's update is two loops for 8-bit states: `moments`, which stores them, and `parameters`,
+// which loads them once more.
+template<class Rule, class = void>
+inline constexpr bool in_two_loops = false;
+template<class Rule>
+inline constexpr bool in_two_loops<Rule, std::enable_if_t<Rule::kTwoLoops>> = true;
+
+// The 8-bit states of a block of one tensor: codes to values in the update, values to codes after it.
 template<class Rule, bool kInterleaved>
 class CodedBlock {
  public:
   static constexpr int kStates = Rule::info.states;
   template<int I>
-  using State = StateCodes<Rule::info.state[I].is_signed, kInterleaved>;
+  static constexpr bool is_signed = Rule::info.state[I].is_signed;
 
   explicit CodedBlock(const OptimizerRow& r) : r_(r) {}
 
-  // From the block of codes at `begin`. Until it is closed, the block before has no more than values.
   void open(int64_t begin) {
     begin_ = begin;
     each([&](auto i) {
-      State<i>& s = std::get<i>(states_);
-      uint8_t* codes = static_cast<uint8_t*>(r_.state[i]) + begin;
-      const bool first = s.codes == nullptr;
-      s.before = values_[now_ ^ 1][i];
-      s.codes_before = first ? nowhere_ : codes - kStateBlock;
-      s.inverse = first ? 0.f : block8_inverse(scale_[i]);
-      s.codes = codes;
-      s.unit = block8_unit(r_.scale[i][begin / kStateBlock]);
-      s.values = values_[now_][i];
+      const float unit = block8_unit(r_.scale[i][begin / kStateBlock]);
+      std::get<i>(before_) = {codes(i), unit == unit ? unit : NAN, values_[i]};
     });
   }
-  void close() {
+  const auto& before() const { return before_; }
+  // The new scales; what the second loop is given.
+  const auto& after() {
     each([&](auto i) {
-      const State<i>& s = std::get<i>(states_);
-      if (scale_[i] != scale_[i])
-        encode_block<Rule::info.state[i].is_signed, kInterleaved>(s.before, 0.f, s.codes_before);
-      r_.scale[i][begin_ / kStateBlock] = scale_[i] = scale_of(s.values, kStateBlock);
+      const float scale = scale_of<is_signed<i>>(values_[i], kStateBlock);
+      r_.scale[i][begin_ / kStateBlock] = scale;
+      std::get<i>(after_) = {values_[i], block8_inverse(scale), codes(i)};
     });
-    now_ ^= 1;
+    return after_;
   }
-  void close_last() {
+  // Encodes what a second loop has not: everything without one, else blocks that are not finite.
+  void close(bool encoded) {
     each([&](auto i) {
-      encode_block<Rule::info.state[i].is_signed, kInterleaved>(
-          values_[now_ ^ 1][i], block8_inverse(scale_[i]),
-          static_cast<uint8_t*>(r_.state[i]) + begin_);
+      const float scale = r_.scale[i][begin_ / kStateBlock];
+      if (encoded && scale == scale) return;
+      encode_block<is_signed<i>, kInterleaved>(values_[i], block8_inverse(scale), codes(i));
     });
-  }
-  template<int I>
-  State<I> state() const {
-    return std::get<I>(states_);
   }
 
  private:
@@ -352,33 +349,38 @@ class CodedBlock {
   void each(F&& f) {
     each(f, std::make_integer_sequence<int, kStates>{});
   }
-  template<int... I>
-  static std::tuple<State<I>...> none(std::integer_sequence<int, I...>);
+  uint8_t* codes(int i) const { return static_cast<uint8_t*>(r_.state[i]) + begin_; }
+  template<template<bool, bool> class T, int... I>
+  static std::tuple<T<is_signed<I>, kInterleaved>...> none(std::integer_sequence<int, I...>);
+  using Indices = std::make_integer_sequence<int, kStates>;
 
   const OptimizerRow& r_;
-  decltype(none(std::make_integer_sequence<int, kStates>{})) states_ = {};
   int64_t begin_ = 0;
-  int now_ = 0;
-  float scale_[kStates] = {};
-  alignas(64) float values_[2][kStates][kStateBlock] = {};
-  uint8_t nowhere_[kStateBlock];
+  decltype(none<StateCodes>(Indices{})) before_ = {};
+  decltype(none<StateValues>(Indices{})) after_ = {};
+  alignas(64) float values_[kStates][kStateBlock];
 };
-template<int I, class Rule, bool kInterleaved>
-auto state(const CodedBlock<Rule, kInterleaved>& block) {
-  return block.template state<I>();
+template<int I, class... T>
+auto state(const std::tuple<T...>& states) {
+  return std::get<I>(states);
 }
 
 // 8-bit states of whole blocks.
 template<class Rule, bool kInterleaved, class S, class P, class G>
 void direct_blocks8(const OptimizerRow& r, const S& scalars, int64_t begin, int64_t end, P p, G g) {
-  if (begin == end) return;
   CodedBlock<Rule, kInterleaved> block(r);
+  const int flags = r.spec.flags;
   for (int64_t i = begin; i < end; i += kStateBlock) {
     block.open(i);
-    Rule::template run<float>(scalars, r.spec.flags, kStateBlock, p + i, g + i, block);
-    block.close();
+    if constexpr (in_two_loops<Rule>) {
+      Rule::template moments<float>(scalars, flags, kStateBlock, p + i, g + i, block.before());
+      Rule::template parameters<float>(scalars, flags, kStateBlock, p + i, block.after());
+    } else {
+      Rule::template run<float>(scalars, flags, kStateBlock, p + i, g + i, block.before());
+      block.after();
+    }
+    block.close(in_two_loops<Rule>);
   }
-  block.close_last();
 }
 
 template<class Rule, class A>
@@ -393,7 +395,10 @@ void optimizer_block(const OptimizerArgs& a, const OptimizerRow& r, int64_t begi
       const int64_t whole = begin + (end - begin) / kStateBlock * kStateBlock;
       if constexpr (Rule::info.states > 0)
         with_direct_operands(r, [&](auto p, auto g) {
-          if constexpr (in_pairs<decltype(p)>)
+          if constexpr (std::is_same_v<decltype(p),
+                                       bf16*>)  // the states' NaNs are plain (CodedBlock)
+            direct_blocks8<Rule, true>(r, scalars, begin, whole, OnlyBf16{p}, g);
+          else if constexpr (in_pairs<decltype(p)>)
             direct_blocks8<Rule, true>(r, scalars, begin, whole, p, g);
           else
             direct_blocks8<Rule, false>(r, scalars, begin, whole, InOrder<decltype(p)>{p},

@@ -26,6 +26,8 @@ inline vi load_codes(const uint8_t* codes, K k) {
   memcpy(&eight, &c, sizeof eight);
   const __m128i bytes = _mm_cvtsi64_si128(eight);
   return (vi)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#elif TW_VEC_BYTES == 64
+  return (vi)(kSigned ? _mm512_cvtepi8_epi32((__m128i)c) : _mm512_cvtepu8_epi32((__m128i)c));
 #else
   return kSigned ? __builtin_convertvector((vsb)c, vi) : __builtin_convertvector(c, vi);
 #endif
@@ -40,6 +42,8 @@ inline void store_codes(uint8_t* codes, vi code, K k) {
   const int64_t eight = _mm_cvtsi128_si64(
       _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
   memcpy(&c, &eight, sizeof c);
+#elif TW_VEC_BYTES == 64
+  c = (vb)_mm512_cvtepi32_epi8((__m512i)code);
 #else
   c = __builtin_convertvector(code, vb);
 #endif
@@ -61,10 +65,11 @@ inline vi value_code(vf x, float inverse, vu noise = vu{}) {
 }
 
 // The bits of the largest |x|: as integers they are ordered like |x|, with NaN on top.
+template<bool kSigned>
 inline uint32_t largest_bits(const float* x, int64_t n) {
   constexpr int64_t L = lanes<float>;
-  const auto magnitude = [](vf y) { return (vi)(as_bits(y) & 0x7fffffffu); };
-  vi a = {}, b = {};
+  const auto magnitude = [](vf y) { return kSigned ? as_bits(y) & 0x7fffffffu : as_bits(y); };
+  vu a = {}, b = {};
   int64_t done = 0;
   for (; done + 2 * L <= n; done += 2 * L) {
     a = larger(a, magnitude(vload<float>(x + done)));
@@ -74,16 +79,17 @@ inline uint32_t largest_bits(const float* x, int64_t n) {
     a = larger(a, magnitude(vload<float>(x + done + i, k)));
   });
   a = larger(a, b);
-  typedef int32_t four __attribute__((vector_size(16)));
+  typedef uint32_t four __attribute__((vector_size(16)));
   four parts[TW_VEC_BYTES / 16];
   memcpy(parts, &a, sizeof a);
   four m = parts[0];
   for (int k = 1; k < TW_VEC_BYTES / 16; ++k) m = larger(m, parts[k]);
   m = larger(m, __builtin_shuffle(m, four{2, 3, 0, 1}));
-  return static_cast<uint32_t>(larger(m[0], m[1]));
+  return larger(m[0], m[1]);
 }
-inline float scale_of(const float* x, int64_t n) {
-  return block8_scale(bits_float(largest_bits(x, n)));
+template<bool kSigned>
+float scale_of(const float* x, int64_t n) {
+  return block8_scale(bits_float(largest_bits<kSigned>(x, n)));
 }
 
 // ---- runs ---------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ template<bool kSigned, bool kStochastic>
 void encode_run(const float* x, int64_t n, const uint32_t* words, uint8_t* codes, float* scales) {
   for (int64_t begin = 0; begin < n; begin += kStateBlock) {
     const int64_t size = kStateBlock < n - begin ? kStateBlock : n - begin;
-    const float scale = *scales++ = scale_of(x + begin, size);
+    const float scale = *scales++ = scale_of<kSigned>(x + begin, size);
     const float inverse = block8_inverse(scale);
     for_lanes<float>(size, [&](int64_t i, auto k) {
       vu noise = {};
@@ -161,9 +167,10 @@ inline void store_code_pairs(uint8_t* codes, vi even, vi odd) {
                                      : _mm256_packs_epi32((__m256i)even, (__m256i)odd);
   const __m256i bytes =
       kSigned ? _mm256_packs_epi16(words, words) : _mm256_packus_epi16(words, words);
-  const __m128i low = _mm256_castsi256_si128(bytes), high = _mm256_extracti128_si256(bytes, 1);
-  const __m128i out = kInterleaved ? _mm_unpacklo_epi64(low, high) : _mm_unpacklo_epi32(low, high);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), out);
+  const __m256i low =
+      kInterleaved ? _mm256_permute4x64_epi64(bytes, 0x08)
+                   : _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 0, 0, 0));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm256_castsi256_si128(low));
 #else
   if constexpr (kInterleaved) {
     const vu pairs = low_halves((vu)even, (vu)odd);
@@ -179,14 +186,14 @@ inline void store_code_pairs(uint8_t* codes, vi even, vi odd) {
   }
 #endif
 }
+inline EvenOdd load_pair(const float* x) {
+  return {vload<float>(x), vload<float>(x + lanes<float>)};
+}
 template<bool kSigned, bool kInterleaved, bool kFinite>
 inline void encode_pairs(EvenOdd x, float inverse, uint8_t* codes) {
   store_code_pairs<kSigned, kInterleaved>(codes,
                                           value_code<kSigned, false, kFinite>(x.even, inverse),
                                           value_code<kSigned, false, kFinite>(x.odd, inverse));
-}
-inline EvenOdd load_pair(const float* x) {
-  return {vload<float>(x), vload<float>(x + lanes<float>)};
 }
 // A block whose values lie as registers.
 template<bool kSigned, bool kInterleaved>
@@ -198,27 +205,35 @@ void encode_block(const float* x, float inverse, uint8_t* codes) {
 }  // namespace
 
 // ---- operands of an update loop -----------------------------------------------------------------
-// One state of one block. A load decodes. A store keeps the value until the scale of the block is known,
-// and encodes the value in the same place of the block before: as the three work on different data,
-// a processor has them all in flight, and the roots and quotients of the update leave it the time.
+// One state of one block. A load decodes; a store keeps the value, until the scale of the block is known.
 template<bool kSigned, bool kInterleaved>
 struct StateCodes {
   const uint8_t* codes;
   float unit;
-  float* values;        // of this block
-  const float* before;  // of the block before, its scale and codes
-  float inverse;
-  uint8_t* codes_before;
+  float* values;
 
-  StateCodes operator+(int64_t i) const {
-    return {codes + i, unit, values + i, before + i, inverse, codes_before + i};
-  }
+  StateCodes operator+(int64_t i) const { return {codes + i, unit, values + i}; }
   explicit operator bool() const { return codes; }
+};
+// The values that were kept. A load encodes them too: the loop that takes them has roots and quotients to
+// wait for, and time to spare.
+template<bool kSigned, bool kInterleaved>
+struct StateValues {
+  const float* values;
+  float inverse;
+  uint8_t* codes;
+
+  StateValues operator+(int64_t i) const { return {values + i, inverse, codes + i}; }
+  explicit operator bool() const { return values; }
 };
 template<bool kSigned, bool kInterleaved>
 inline constexpr bool in_pairs<StateCodes<kSigned, kInterleaved>> = true;
 template<bool kSigned, bool kInterleaved>
 inline constexpr bool only_in_pairs<StateCodes<kSigned, kInterleaved>> = true;
+template<bool kSigned, bool kInterleaved>
+inline constexpr bool in_pairs<StateValues<kSigned, kInterleaved>> = true;
+template<bool kSigned, bool kInterleaved>
+inline constexpr bool only_in_pairs<StateValues<kSigned, kInterleaved>> = true;
 
 template<class A, bool kSigned, bool kInterleaved>
 TW_HD EvenOdd vload(StateCodes<kSigned, kInterleaved> s, Pairs) {
@@ -226,9 +241,14 @@ TW_HD EvenOdd vload(StateCodes<kSigned, kInterleaved> s, Pairs) {
 }
 template<class A, bool kSigned, bool kInterleaved>
 TW_HD void vstore(StateCodes<kSigned, kInterleaved> s, EvenOdd x, Pairs) {
-  encode_pairs<kSigned, kInterleaved, true>(load_pair(s.before), s.inverse, s.codes_before);
   vstore<A>(s.values, x.even);
   vstore<A>(s.values + lanes<float>, x.odd);
+}
+template<class A, bool kSigned, bool kInterleaved>
+TW_HD EvenOdd vload(StateValues<kSigned, kInterleaved> s, Pairs) {
+  const EvenOdd x = load_pair(s.values);
+  encode_pairs<kSigned, kInterleaved, true>(x, s.inverse, s.codes);
+  return x;
 }
 
 // An operand whose two registers are the first and the second half.

@@ -50,24 +50,27 @@ struct AdamW {
   }
 };
 
-// The update with a finished gradient g, in two halves, so that a loop can take the second, which waits
-// for the root, one element later. V is A or a vector of A. The first updates m and v and returns the
-// root; `largest(v)` gives h. The second returns the new parameter.
-template<class V, class A, class Largest>
-TW_HD V adamw_moments(V g, V& m, V& v, const AdamWScalars<A>& s, Largest&& largest) {
+// The update with a finished gradient g, in parts, so that a loop can take those that wait for a root or a
+// quotient some elements later. V is A or a vector of A; root = sqrt(h).
+template<class V, class A>
+TW_HD void adamw_moments(V g, V& m, V& v, const AdamWScalars<A>& s) {
   m = m + s.blend1 * (g - m);
   v = s.beta2 * v + s.blend2 * (g * g);
-  return vsqrt(largest(v));
 }
 template<class V, class A>
-TW_HD V adamw_parameter(V p, V m, V root, const AdamWScalars<A>& s) {
-  return s.keep * p - s.rate * (m / (root * s.inv_root2 + s.eps));
+TW_HD V adamw_quotient(V m, V root, const AdamWScalars<A>& s) {
+  return m / (root * s.inv_root2 + s.eps);
+}
+template<class V, class A>
+TW_HD V adamw_parameter(V p, V quotient, const AdamWScalars<A>& s) {
+  return s.keep * p - s.rate * quotient;
 }
 
+// In one; `largest(v)` gives h.
 template<class V, class A, class Largest>
 TW_HD V adamw_apply(V p, V g, V& m, V& v, const AdamWScalars<A>& s, Largest&& largest) {
-  const V root = adamw_moments<V>(g, m, v, s, largest);
-  return adamw_parameter<V>(p, m, root, s);
+  adamw_moments<V>(g, m, v, s);
+  return adamw_parameter<V>(p, adamw_quotient<V>(m, vsqrt(largest(v)), s), s);
 }
 
 template<class V, class A, class Largest>

@@ -57,6 +57,11 @@ TW_HD float to_value(uint32_t u) { return static_cast<float>(static_cast<int32_t
 TW_HD int32_t nearest(float x) {
   return static_cast<int32_t>(float_bits(x + 12582912.f) - 0x4b400000u);
 }
+TW_HD uint32_t half_shifted(uint32_t u) {  // the sign stays, the others move down by one
+  return (u >> 1 & 0x3fffffffu) | (u & 0x80000000u);
+}
+// a - b, not below 0, where the low 16 bits of b are 0.
+TW_HD uint32_t minus_high(uint32_t a, uint32_t b) { return (a > b ? a : b) - b; }
 TW_HD int32_t with_sign(int32_t magnitude, float x) {  // of NaN and -0 too
   return float_bits(x) >> 31 ? -magnitude : magnitude;
 }
@@ -80,6 +85,16 @@ TW_HD vi nearest(vf x) {
   return (vi)_mm256_cvtps_epi32((__m256)x);
 #else
   return (vi)((vu)(x + 12582912.f) - 0x4b400000u);
+#endif
+}
+TW_HD vu half_shifted(vu u) { return (vu)((vi)u >> 1) & 0xbfffffffu; }
+TW_HD vu minus_high(vu a, uint32_t b) {
+#if TW_VEC_BYTES == 64
+  return (vu)_mm512_subs_epu16((__m512i)a, (__m512i)(vu{} + b));
+#elif TW_VEC_BYTES == 32
+  return (vu)_mm256_subs_epu16((__m256i)a, (__m256i)(vu{} + b));
+#else
+  return larger(a, vu{} + b) - b;
 #endif
 }
 TW_HD vi with_sign(vi magnitude, vf x) {
@@ -179,12 +194,12 @@ template<int kScaled = 0, class V>
 TW_HD V block8_signed_inverse_root(V code) {
   constexpr uint32_t least = (kSignedRoot + (kScaled << 23)) << 1;
   const auto u = as_bits(code), twice = u << 1;
-  return as_float((larger(twice, least) - least) | (u & 0x80000000u));
+  return as_float(minus_high(twice, least) | (u & 0x80000000u));
 }
 template<int kScaled = 0, class V>
 TW_HD V block8_unsigned_inverse_root(V code) {
   constexpr uint32_t least = kUnsignedRoot + (kScaled << 23);
-  return as_float((larger(as_bits(code), least) - least) << 2);
+  return as_float(minus_high(as_bits(code), least) << 2);
 }
 template<int kScaled = 0, class V>
 TW_HD V block8_signed_value(V code, float unit) {
@@ -207,6 +222,8 @@ TW_HD V block8_stochastic(V y, V w, U noise, Inverse&& inverse_root) {
 // a block that has codes, where nothing is far above kBlock8Full.
 template<bool kStochastic, bool kFinite = false, class V, class U>
 TW_HD auto block8_signed_code(V x, float inverse, U noise) {
+  if constexpr (kFinite && !kStochastic)  // with the sign all the way
+    return nearest(as_float(half_shifted(as_bits(x * inverse)) + kSignedRoot));
   auto y = as_bits(x * inverse) & 0x7fffffffu;
   if constexpr (!kFinite)
     y = smaller(y, kBlock8FullBits);  // bits are ordered like floats, NaN on top
