@@ -40,7 +40,7 @@ def check_options(optimizer: str, options: Mapping[str, Any]) -> None:
         elif name in NOT_NEGATIVE:
             number = _number(optimizer, name, value)
             if number is not None and number < 0.0:
-                raise value_error(optimizer, name, "a number of at least 0", number)
+                raise value_error(optimizer, name, "at least 0", number)
         elif name == "alpha":
             number = _number(optimizer, name, value)
             if number is not None and not 0.0 <= number <= 1.0:
