@@ -6,6 +6,8 @@
 
 #include <cmath>
 
+#include "trainwright/scratch.h"
+
 namespace tw {
 namespace {
 
@@ -16,6 +18,31 @@ Strided strided(const Tensor& x) {
 bool rows_together(const Strided& x, int64_t columns, ScalarType dtype) {
   return x.dtype == static_cast<DType>(dtype) && x.row == columns && x.element == 1;
 }
+
+// Memory of one call. What is small stays with the thread for the next call: an allocation costs as much
+// as the arithmetic of a few rows, and fresh pages more.
+class Workspace {
+  static constexpr int64_t kKeptBytes = int64_t{8} << 20, kLine = 64;
+  std::vector<std::pair<void**, int64_t>> wanted_;
+  std::optional<Tensor> large_;
+
+ public:
+  void want(void** at, int64_t bytes) { wanted_.push_back({at, bytes}); }
+
+  // All that is wanted, each part from a new cache line on.
+  void take(const Tensor& like) {
+    int64_t bytes = 0;
+    for (const auto& [at, size] : wanted_) bytes += (size + kLine - 1) / kLine * kLine;
+    if (bytes > kKeptBytes) large_ = empty({bytes}, like, ScalarType::Byte);
+    auto* next =
+        static_cast<char*>(large_ ? mutable_data(*large_)
+                                  : scratch(Scratch::attention_rows, static_cast<size_t>(bytes)));
+    for (const auto& [at, size] : wanted_) {
+      *at = next;
+      next += (size + kLine - 1) / kLine * kLine;
+    }
+  }
+};
 
 // The arguments that both ops have in common.
 struct Options {
@@ -118,12 +145,14 @@ std::tuple<Tensor, Tensor> flash_attention_fwd_cpu(
 
   // K and V are worth a copy if some head's keys, more than one block, are used by several tasks.
   a.keys_in_place = rows_together(a.k, a.D, acc) && rows_together(a.v, a.Dv, acc);
-  std::optional<Tensor> k_rows, v_rows;
+  Workspace space;
   if (!a.keys_in_place && a.Tk > kForwardKeys &&
       a.H * count_blocks(a, kForwardLeastRows, false) > a.G * a.B) {
     const int64_t rows = k.size(0) * a.Tk * a.G;
-    k_rows = empty({rows, a.D}, q, acc), v_rows = empty({rows, a.Dv}, q, acc);
-    a.k_rows = mutable_data(*k_rows), a.v_rows = mutable_data(*v_rows);
+    const int64_t wide = dtype_bytes(static_cast<DType>(acc));
+    space.want(&a.k_rows, rows * a.D * wide);
+    space.want(&a.v_rows, rows * a.Dv * wide);
+    space.take(q);
   }
   flash_attention_fwd(a);
   return {out, lse};
@@ -164,27 +193,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_bwd_c
   Tensor dbias = gradient(need[4], bias, acc, &a.dbias);
   Tensor dsinks = gradient(need[5], sinks, acc, &a.dsinks);
 
-  Tensor q_rows = empty({rows, D}, q, acc), dout_rows = empty({rows, Dv}, q, acc);
-  Tensor dq_rows = empty({a.dq ? rows : 0, D}, q, acc);
-  Tensor stats = empty({3, rows}, q, acc);
   const int64_t scalars = a.dbias ? a.bias_sizes[0] * a.bias_sizes[1] : 0;
-  Tensor parts = empty(
-      {q_blocks + k_blocks + scalars * ((a.Tq + kAttentionRows - 1) / kAttentionRows)}, q, acc);
-  Tensor tickets = empty({q_blocks}, q, ScalarType::Long);
-  Tensor finite = empty({q_blocks}, q, ScalarType::Byte);
-  auto at = [&](const Tensor& t, int64_t first) -> void* {
-    return static_cast<char*>(mutable_data(t)) +
-           first * dtype_bytes(static_cast<DType>(t.scalar_type()));
-  };
+  Workspace space;
+  const int64_t wide = dtype_bytes(static_cast<DType>(acc));
+  space.want(&a.q_rows, rows * D * wide);
+  space.want(&a.dout_rows, rows * Dv * wide);
+  space.want(&a.dq_rows, a.dq ? rows * D * wide : 0);
+  space.want(&a.row_max, rows * wide);
+  space.want(&a.row_log_sum, rows * wide);
+  space.want(&a.delta, rows * wide);
+  space.want(&a.dsinks_parts, q_blocks * wide);
+  space.want(&a.dalibi_parts, k_blocks * wide);
+  space.want(&a.dbias_parts, scalars * blocks_of(a.Tq, kAttentionRows) * wide);
+  space.want(reinterpret_cast<void**>(&a.tickets), q_blocks * int64_t{sizeof *a.tickets});
+  space.want(reinterpret_cast<void**>(&a.row_finite), q_blocks);
+  space.take(q);
   a.out = const_cast<void*>(data(out)), a.lse = const_cast<void*>(data(lse));
   a.dout = strided(dout), a.dlse = data(dlse);
-  a.q_rows = mutable_data(q_rows), a.dout_rows = mutable_data(dout_rows);
-  a.dq_rows = mutable_data(dq_rows);
-  a.row_max = at(stats, 0), a.row_log_sum = at(stats, rows), a.delta = at(stats, 2 * rows);
-  a.dsinks_parts = at(parts, 0), a.dalibi_parts = at(parts, q_blocks);
-  a.dbias_parts = at(parts, q_blocks + k_blocks);
-  a.tickets = static_cast<int64_t*>(mutable_data(tickets));
-  a.row_finite = static_cast<uint8_t*>(mutable_data(finite));
   flash_attention_bwd(a);
   return {dq, dk, dv, dalibi, dbias, dsinks};
 }

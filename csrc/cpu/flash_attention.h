@@ -67,7 +67,7 @@ struct FlashAttentionArgs {
 
 constexpr int64_t kAttentionRows = 64;     // queries of a block of the backward pass
 constexpr int64_t kAttentionKeys = 128;    // keys of a block of the backward pass, at most
-constexpr int64_t kAttentionSumKeys = 64;  // keys that one partial sum of dQ runs over
+constexpr int64_t kShortKeys = 256;        // a sequence of so many keys is short
 constexpr int64_t kForwardKeys = 128;      // keys of a block of the forward pass
 constexpr int64_t kForwardRows = 128;      // queries of a task of the forward pass, at most
 constexpr int64_t kForwardLeastRows = 16;  // at least; not less than a panel
@@ -124,19 +124,35 @@ TW_HD int64_t count_blocks(const FlashAttentionArgs& a, int64_t size, bool keys)
   return n;
 }
 
+// Products below this many FLOPs are done sooner than a second thread has begun.
+constexpr double kForkFlops = 1e6;
+
+// Whether a call is too small for more than one thread. passes: products of (Tq, Tk, D).
+TW_HD bool is_small(const FlashAttentionArgs& a, int passes) {
+  const double pairs = static_cast<double>(a.H * a.Tq) * static_cast<double>(a.Tk) *
+                       static_cast<double>(a.cu_q ? 1 : a.B);
+  return pairs * static_cast<double>(a.D + a.Dv) * passes < kForkFlops;
+}
+
 // Queries of a task of the forward pass, `least` or more: enough tasks to keep the threads busy to
 // the end. No result depends on it.
 TW_HD int64_t forward_task_rows(const FlashAttentionArgs& a, int64_t least) {
   int64_t rows = kForwardRows;
+  if (is_small(a, 2)) return rows;
   while (rows > least && a.H * count_blocks(a, rows, false) < 4 * num_threads()) rows /= 2;
   return rows;
 }
+
+// Keys that one partial sum of dQ runs over, from the length of the sequence alone: its bits are those
+// of the sequence by itself.
+TW_HD int64_t sum_keys(int64_t Tk) { return Tk <= kShortKeys ? 32 : 64; }
 
 // Keys of a task of the backward pass: large blocks read q and dout less often, small ones give a
 // short call of few heads more than one task. Not by the threads: sums that run over blocks have the
 // same bits for any number of them.
 TW_HD int64_t backward_task_keys(const FlashAttentionArgs& a) {
-  return a.G * count_blocks(a, kAttentionKeys, true) < 8 ? kAttentionSumKeys : kAttentionKeys;
+  if (a.G * count_blocks(a, kAttentionKeys, true) >= 8) return kAttentionKeys;
+  return sum_keys(a.cu_k ? kNoLimit : a.Tk);
 }
 
 TW_END

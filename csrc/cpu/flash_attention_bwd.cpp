@@ -307,7 +307,7 @@ struct BackwardTask : KeyBlock<A, TERMS> {
   void add_dq(const QueryBlock<A>& x, int64_t h, int64_t block, int64_t ra, int64_t rb,
               bool one_by_one, Seen&& seen) {
     const Band& band = s.band;
-    const int64_t row = head_rows(a, s, h) + x.i0;
+    const int64_t row = head_rows(a, s, h) + x.i0, step = sum_keys(band.Tk);
     A* dq = static_cast<A*>(a.dq_rows) + row * q_ld;
     int64_t* ticket = a.tickets + q_table.number(b, a.H, h, block);
     const int64_t turn = j0 / a.task_keys - band.begin(x.i0) / a.task_keys;
@@ -320,7 +320,7 @@ struct BackwardTask : KeyBlock<A, TERMS> {
         const int64_t n0 = max_of(band.begin(x.i0 + m) - j0, 0);
         const int64_t n1 = min_of(band.end(x.i0 + m + count - 1) - j0, keys);
         for (int64_t n = n0; n < n1;) {  // in steps that do not depend on the size of the task
-          const int64_t end = min_of((n / kAttentionSumKeys + 1) * kAttentionSumKeys, n1);
+          const int64_t end = min_of((n / step + 1) * step, n1);
           add_product<A, false>(count, end - n, t.ds + m * BN + n, BN, t.k + n * Dp, Dp,
                                 dq + m * q_ld, q_ld, Dp);
           n = end;
@@ -512,7 +512,7 @@ void backward(const FlashAttentionArgs& a) {
   auto* list = reinterpret_cast<KeyTask*>(memory + 2 * (a.B + 1));
   list_key_tasks(a, k_table, list);
   const bool main = a.dq || a.dk || a.dv || a.dalibi;
-  parallel_dynamic(blocks + (main ? key_tasks : 0), [&](int64_t task) {
+  parallel_unless(is_small(a, 5), blocks + (main ? key_tasks : 0), [&](int64_t task) {
     if (task < blocks) {
       const auto [b, h, block] = q_table.place(task, a.H);
       prepare<A>(a, b, h, block, task);

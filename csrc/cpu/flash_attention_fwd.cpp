@@ -384,7 +384,7 @@ void forward(const FlashAttentionArgs& args) {
   const int64_t copies = a.k_rows ? pieces.total() * a.G : 0;
   a.call = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
   const size_t bytes = ForwardTile<A>::size(a) * sizeof(A);
-  parallel_dynamic(copies + q_table.total() * a.H, [&](int64_t task) {
+  parallel_unless(is_small(a, 2), copies + q_table.total() * a.H, [&](int64_t task) {
     if (task < copies) return copy_keys<A>(a, pieces, k_table, task);
     const auto [b, h, block] = q_table.place(task - copies, a.H);
     // The last block of queries first: under a causal mask it has the most work.

@@ -34,6 +34,13 @@ inline void parallel_dynamic(int64_t tasks, F&& f) {
   });
 }
 
+// The same, by this thread alone if all of it is sooner done than another thread has begun.
+template<class F>
+inline void parallel_unless(bool small, int64_t tasks, F&& f) {
+  if (!small) return parallel_dynamic(tasks, f);
+  for (int64_t t = 0; t < tasks; ++t) f(t);
+}
+
 // The same with memory of its own for each worker, aligned to a cache line: f(task, scratch). Tasks
 // start in increasing order, so a task may wait for one with a smaller number.
 template<class F>

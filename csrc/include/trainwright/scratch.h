@@ -13,7 +13,8 @@ enum class Scratch : int {
   gemm_bias = 2,
   attention_task = 3,    // tiles of one task
   attention_tables = 4,  // tables of tasks
-  count = 5
+  attention_rows = 5,    // rows and statistics that tasks share, of short calls
+  count = 6
 };
 
 // At least `bytes`, aligned to 64 bytes (2 MiB for blocks of that size).
