@@ -61,6 +61,10 @@ __global__ void __launch_bounds__(kSmallThreads) flash_attention_outside_kernel(
 // divided by share. The sink's own gradient is -(1 - share) sum dout * out, summed over queries. A block of threads has kStatsRows queries of a head, a group of
 // lanes a row at a time. 4 Dv bytes are read of a query.
 
+// Sinks further above lse count as this far: a share of 1e-30 is nothing beside what it is added to, but one below
+// the least float would take dlse with it.
+constexpr float kMostAbove = 69.0f;
+
 struct PrepareStats {
   AttentionShape shape;
   HeadRows out, dout;
@@ -97,14 +101,14 @@ __global__ void __launch_bounds__(kSmallThreads)
       lse = a.lse[in + i];
       sum = delta;
       if (a.to.terms.sinks) {
-        const float sink = a.to.terms.sinks[h];
+        float sink = a.to.terms.sinks[h];
+        if (sink - lse > kMostAbove) sink = lse + kMostAbove;
         share = 1.0f / (1.0f + expf(sink - lse));
         const float top = fmaxf(sink, lse), other = fminf(sink, lse);
         lse = top + log1pf(expf(other - top));
       }
       if (!a.to.terms.any) lse *= kLog2e;
-      // With a share of 0, which only a sink 100 above all scores leaves, dlse is lost.
-      if (a.dlse && share > 0.0f) delta -= a.dlse[in + i] / share;
+      if (a.dlse) delta -= a.dlse[in + i] / share;
     } else {
       delta = 0.0f;
     }

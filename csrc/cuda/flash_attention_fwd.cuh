@@ -3,8 +3,9 @@
 // A block of threads has kRows queries of one head and walks over the blocks of keys that they see, the last
 // first. Tiles of K and V arrive in turn in a ring of kSlots tiles of shared memory by cp.async, kSlots - 1
 // tiles ahead; each of them costs one barrier. Scores stay in registers: a warp has MT times 16 queries
-// by itself, so that a row's maximum takes two shuffles. A row is rescaled only when its maximum has
-// grown by a factor of 2^kSlack since it was last: the sums are in fp32, which has the room.
+// by itself, so that a row's maximum takes two shuffles. It is looked for in the first block of keys only: what a
+// row's p are relative to stays as it is until those that a lane has of it sum up to more than kMost. The scores of that
+// block are then computed again, for their maximum. (The sums are in fp32, which has the room.)
 //
 // Only the blocks on the edge of the band compare positions. There, inf and NaN of V become 0 in shared
 // memory, since 0 * NaN would reach a query that does not see them; if there were any, they are added
@@ -16,10 +17,10 @@
 // Bytes: q and out once, k and v once for each block of queries that sees them. FLOPs: 4 Tq Tk D per head.
 // Bound: tensor cores. Counted on the virtual GPU, tests/vgpu/test_attention_counts.py; not yet timed on a GPU.
 // Issue slots for each tensor-core instruction where a loop has no edge and rescales nothing, in the machine code of
-// sm_80 (nvcc 13.0): 5.3 with D = 64, 3.5 with D = 128. The method itself, in FlashAttention-2's tiles as here, wants 3.7
-// and 2.4: the product, what ldmatrix loads for it (0.3), and of each score a maximum, an FMA, an exp2, a sum and half a
-// conversion. The rest is where to copy from and to, computed anew so that it takes no registers. A tensor core of
-// sm_80 is busy for 8 slots with each.
+// sm_80 (nvcc 13.0): 4.3 with D = 64, 2.9 with D = 128. FlashAttention-2's method in the same tiles wants 3.7 and 2.4 and
+// no addresses: the product, what ldmatrix loads for it (0.3), and of each score a maximum, an FMA, an exp2, a sum and
+// half a conversion. Here there is no maximum; the rest is where to copy from and to, with D = 128 computed anew so that
+// it takes no registers. A tensor core of sm_80 is busy for 8 slots with each.
 #pragma once
 #include "cuda/flash_attention_terms.cuh"
 
@@ -41,7 +42,7 @@ struct ForwardTiles {
   static_assert(!SPLIT || (TERMS && kRows == kSplitRows && kSplitKeys % kKeys == 0));
 };
 
-constexpr float kSlack = 8.0f;
+constexpr float kMost = 256.0f;
 
 // The keys that rows of queries see, as blocks of KEYS: [first, last), of which those inside
 // [full_begin, full_end) are seen whole by all.
@@ -88,7 +89,6 @@ __global__ void __launch_bounds__(ForwardTiles<HD, TERMS, SPLIT>::kThreads,
   using Block = QueryBlock<Tiles::kRows, SPLIT>;
   constexpr int MT = Tiles::MT, KEYS = Tiles::kKeys, SLOTS = Tiles::kSlots;
   // Scores are products here, in units of c, and scores themselves in natural units with terms: c is 1 then.
-  constexpr float slack = TERMS ? kSlack * kLn2 : kSlack;
   extern __shared__ __align__(128) char memory[];
   const AttentionShape& shape = a.shape;
   const Block at(a, hidden_block());
@@ -128,7 +128,9 @@ __global__ void __launch_bounds__(ForwardTiles<HD, TERMS, SPLIT>::kThreads,
   // Tiles of K (0) and V (1) of block n. Each call is a group of copies, with or without a tile in it.
   const auto fetch = [&](int which, uint32_t tile, int n) {
     if (n >= blocks.first) {
-      const TileCopy<HD, KEYS, Tiles::kThreads> copy(hidden_thread());
+      // With D = 64 there are registers for where to copy from and to.
+      const TileCopy<HD, KEYS, Tiles::kThreads> copy(HD == 64 && !TERMS ? threadIdx.x
+                                                                        : hidden_thread());
       const int64_t stride = which ? a.v.row : a.k.row;
       copy.start(tile, copy.part(shared.head[which] + int64_t{n} * KEYS * stride, stride), stride,
                  shared.Tk - n * KEYS, which ? shape.Dv : shape.D);
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(ForwardTiles<HD, TERMS, SPLIT>::kThreads,
 #pragma unroll
   for (int m = 0; m < MT; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) base[m][half] = -INFINITY, sum[m][half] = 0.0f;
+    for (int half = 0; half < 2; ++half) base[m][half] = -FLT_MAX, sum[m][half] = 0.0f;
 
 #pragma unroll 1
   for (int n = blocks.last - 1; n >= blocks.first; --n) {
@@ -183,86 +185,93 @@ __global__ void __launch_bounds__(ForwardTiles<HD, TERMS, SPLIT>::kThreads,
     wait_copies<SLOTS - 2>();
     __syncthreads();  // K is there, and the tile before it is done with
     fetch((SLOTS - 1) % 2, before(), n - (SLOTS - 1) / 2);
-    float s[MT][KEYS / 8][4];
-    clear(s);
-    if (!idle) product_of_rows<T, HD, MT, KEYS>(s, q_rows, down, slot, across);
-    advance();
+    float s[MT][KEYS / 8][4], part[MT][2];
     [[maybe_unused]] uint32_t dropped = 0;
-    if constexpr (TERMS)
-      if (!idle) {
+    bool rising = n == shared.blocks.last - 1;
+    uint32_t over = ~0u;  // a bit for each of this lane's rows: it needs another base
+#pragma unroll 1
+    while (true) {
+      clear(s);
+      if (!idle) product_of_rows<T, HD, MT, KEYS>(s, q_rows, down, slot, across);
+      if constexpr (TERMS)
+        if (!idle) {
+          const Block here(a, hidden_block());
+          const Terms pairs{a.terms,          here.seq.Tq, here.seq.Tk,
+                            here.b,           here.h,      here.i0 + warp_row + g,
+                            n * KEYS + 2 * t, here.group};
+          pairs.score(s, [](int, int, int, float) {});
+          if (a.terms.seed) dropped = pairs.dropped();
+        }
+      if (edge) {
         const Block here(a, hidden_block());
-        const Terms pairs{a.terms,          here.seq.Tq, here.seq.Tk,
-                          here.b,           here.h,      here.i0 + warp_row + g,
-                          n * KEYS + 2 * t, here.group};
-        pairs.score(s, [](int, int, int, float) {});
-        if (a.terms.seed) dropped = pairs.dropped();
+        const auto [low, high] = here.seq.reach(shape);
+        const int Tk = here.seq.Tk;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int i = here.query(warp_row + 16 * m + 8 * half + g);
+            const int begin = i + low - n * KEYS - 2 * t;
+            const int end = min(i + high, Tk) - n * KEYS - 2 * t;
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+              for (int e = 0; e < 2; ++e)
+                if (8 * j + e < begin || 8 * j + e >= end) s[m][j][2 * half + e] = -INFINITY;
+          }
       }
-    if (edge) {
-      const Block here(a, hidden_block());
-      const auto [low, high] = here.seq.reach(shape);
-      const int Tk = here.seq.Tk;
+      if (rising) {
+        over |= __shfl_xor_sync(0xffffffffu, over, 1);
+        over |= __shfl_xor_sync(0xffffffffu, over, 2);
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float x = fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
+#pragma unroll
+            for (int j = 1; j < KEYS / 8; ++j)
+              x = fmaxf(x, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
+            x = fmaxf(x, exchange(x, 1));
+            x = fmaxf(x, exchange(x, 2));
+            const float top = TERMS ? x : x * a.c;
+            const bool rises = (over >> (2 * m + half) & 1) && top > base[m][half];
+            const float falls = base[m][half] - top;
+            const float factor = rises ? exp2_fast(TERMS ? falls * kLog2e : falls) : 1.0f;
+            if (rises) base[m][half] = top;
+            sum[m][half] *= factor;
+#pragma unroll
+            for (int d = 0; d < HD / 8; ++d) {
+              acc[m][d][2 * half] *= factor;
+              acc[m][d][2 * half + 1] *= factor;
+            }
+          }
+      }
+      over = 0;
 #pragma unroll
       for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int i = here.query(warp_row + 16 * m + 8 * half + g);
-          const int begin = i + low - n * KEYS - 2 * t;
-          const int end = min(i + high, Tk) - n * KEYS - 2 * t;
+          float all = 0.0f;
 #pragma unroll
           for (int j = 0; j < KEYS / 8; ++j)
 #pragma unroll
-            for (int e = 0; e < 2; ++e)
-              if (8 * j + e < begin || 8 * j + e >= end) s[m][j][2 * half + e] = -INFINITY;
+            for (int e = 0; e < 2; ++e) {
+              float& x = s[m][j][2 * half + e];
+              // Not the product with c first: with terms, a score may be the least float.
+              x = exp2_fast(TERMS ? (x - base[m][half]) * kLog2e : fmaf(x, a.c, -base[m][half]));
+              all += x;
+            }
+          part[m][half] = all;
+          if (all > kMost) over |= 1u << (2 * m + half);
         }
+      if (rising || !__any_sync(0xffffffffu, over != 0)) break;
+      rising = true;
     }
-
-    bool grown = false;
-    float top[MT][2];
+    advance();
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float x = fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
-#pragma unroll
-        for (int j = 1; j < KEYS / 8; ++j)
-          x = fmaxf(x, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
-        x = fmaxf(x, exchange(x, 1));
-        x = fmaxf(x, exchange(x, 2));
-        top[m][half] = TERMS ? x : x * a.c;
-        grown = grown || top[m][half] > base[m][half] + slack;
-      }
-    if (__any_sync(0xffffffffu, grown)) {
-#pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const bool rises = top[m][half] > base[m][half] + slack;
-          const float falls = base[m][half] - top[m][half];
-          const float factor = rises ? exp2_fast(TERMS ? falls * kLog2e : falls) : 1.0f;
-          if (rises) base[m][half] = top[m][half];
-          sum[m][half] *= factor;
-#pragma unroll
-          for (int d = 0; d < HD / 8; ++d) {
-            acc[m][d][2 * half] *= factor;
-            acc[m][d][2 * half + 1] *= factor;
-          }
-        }
-    }
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float from = -fmaxf(base[m][half], -FLT_MAX);  // finite where nothing was seen yet
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[m][j][2 * half + e];
-            // Not the product with c first: with terms, a score may be the least float.
-            x = exp2_fast(TERMS ? (x + from) * kLog2e : fmaf(x, a.c, from));
-            sum[m][half] += x;
-          }
-      }
+      for (int half = 0; half < 2; ++half) sum[m][half] += part[m][half];
 
     if constexpr (TERMS)
       Terms::for_each([&](int m, int j, int r) {

@@ -4,6 +4,8 @@ of the score, what a bias hides, scores as low as floats go. The tables of cases
 import pytest
 import torch
 import trainwright as tw
+from attention_cases import reference as usual_reference
+from attention_cases import with_lse
 from numerics import assert_within_rule, check_reference
 
 BACKENDS = ["vgpu"]  # for conftest.py, which loads the kernels or skips
@@ -39,6 +41,21 @@ def test_every_term_at_every_head_dim(D, backend):
         return tw.flash_attention(causal=True, **arguments)
 
     check_reference(op, reference, tensors, {"scale": 0.2, "softcap": 2.0}, backend=backend)
+
+
+@pytest.mark.parametrize(("Tq", "Tk"), [(70, 45), (45, 70)])
+def test_top_left_with_alibi_and_sinks(Tq, Tk, backend):
+    tensors = inputs(1, Tq, Tk, 2, 1, 64, 64)
+    tensors |= {n: torch.rand(2).to(BF16) for n in ("alibi_slopes", "sinks")}
+    options = {"causal": True, "causal_align": "top-left"}
+    check_reference(with_lse, usual_reference, tensors, options, backend=backend)
+
+
+def test_dlse_beside_a_sink_far_above(backend):
+    """Which takes all of out, and nothing of lse."""
+    tensors = inputs(1, 40, 40, 2, 1, 64, 64)
+    tensors["sinks"] = torch.tensor([120.0, 1.0]).to(BF16)
+    check_reference(with_lse, usual_reference, tensors, {"causal": True}, backend=backend)
 
 
 def test_what_a_bias_hides_reaches_nothing(backend):
