@@ -192,7 +192,7 @@ def test_opcheck(dtype):
         extra[0],
         None,
         extra[1],
-        torch.tensor(3),
+        torch.tensor([3, 0]),  # seed, first head
         30,
         40,
         0.3,

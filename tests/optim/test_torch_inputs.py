@@ -84,7 +84,7 @@ def test_torch_s_own_error_inputs(optimizer):
         with pytest.raises(kind) as caught:
             optimizer.ours(params, **spec.kwargs)
         if error.error_type is not UserWarning:
-            caught.match(f"{error.error_regex}|^{optimizer.ours.__name__}: .*: expected .*, got ")
+            caught.match(error.error_regex)
 
 
 @pytest.mark.parametrize("optimizer", TORCH, ids=str)

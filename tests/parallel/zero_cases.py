@@ -493,7 +493,7 @@ def arguments(rank, world):
         zero(torch.optim.SGD, stage=1)
     with pytest.raises(TypeError, match=r"a real parameter, got torch\.complex64"):
         Zero(nn.ParameterDict({"c": torch.ones(2, dtype=torch.complex64)}), stage=1)
-    with pytest.raises(ValueError, match="learning rate"):
+    with pytest.raises(ValueError, match="lr: expected at least 0, got -1"):
         zero(stage=1, lr=-1.0)
     with pytest.raises(ValueError, match="Zero: params: expected parameters of module"):
         zero(stage=1, params=[nn.Parameter(torch.ones(2))])

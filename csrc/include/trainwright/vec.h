@@ -261,29 +261,6 @@ TW_HD void for_operands(int64_t size, F&& body) {
     for_lanes<A>(size - done, [&](int64_t i, auto k) { body(done + i, k); });
 }
 
-// The same for a body in two halves: back(i, k, front(i, k)), of which the second runs when the first of
-// the next elements has begun. So a chain of long operations ends one turn later than it began, and
-// fewer registers wait for it: a processor that renames into 192 has room for only two turns of 80.
-template<class A, class... P, class Front, class Back>
-TW_HD void for_operands_in_halves(int64_t size, Front&& front, Back&& back) {
-  int64_t done = 0;
-  const auto whole = [&](auto k, int64_t width) {
-    if (size - done < width) return;
-    auto carried = front(done, k);
-    for (done += width; size - done >= width; done += width) {
-      const auto next = front(done, k);
-      back(done - width, k, carried);
-      carried = next;
-    }
-    back(done - width, k, carried);
-  };
-  if constexpr (sizeof(A) == 4 && (in_pairs<P> && ...)) whole(Pairs{}, 2 * lanes<A>);
-  if constexpr (!(only_in_pairs<P> || ...)) {
-    whole(Full{}, lanes<A>);
-    if (done < size) back(done, size - done, front(done, size - done));
-  }
-}
-
 // x with the lanes past the tail replaced by `fill`.
 template<class A>
 TW_HD vec<A> keep(vec<A> x, Full, A) {

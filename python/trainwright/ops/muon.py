@@ -229,7 +229,8 @@ def _step_batch(batch: list[Member], call: Call) -> None:
 
 def check_adjust_lr_fn(op: str, value: object) -> None:
     if value not in (None, "original", "match_rms_adamw"):
-        raise value_error(op, "adjust_lr_fn", "None, 'original' or 'match_rms_adamw'", repr(value))
+        got = f"{value!r} (Adjust learning rate function {value} is not supported)"  # in torch's words too
+        raise value_error(op, "adjust_lr_fn", "None, 'original' or 'match_rms_adamw'", got)
 
 
 @dispatch.register(
