@@ -64,7 +64,8 @@ STAGE_3 = {
     "the_user_reads_and_writes": (2,),
     "what_stage_3_refuses": (2,),
     "a_rank_that_runs_no_forward": (2,),
-    "kept_views_read_as_nan": (2,),
+    # older torches cannot exchange a storage's memory: there a kept view is an illegal access
+    "kept_views_read_as_nan": (2,) if hasattr(torch.UntypedStorage, "_swap_data_ptr_") else (),
     "a_gradient_of_a_gradient": (2,),
     "compiled_parts_are_refused": (2,),
     "join_without_a_step": (2,),
