@@ -222,6 +222,7 @@ def assert_trained_alike(one, other):
             assert parallel_close(kind, b[key], a[key]), (key, a, b)
 
 
+@pytest.mark.slow
 def test_split_models_are_averaged_and_divided(tmp_path, text):
     """2 x 2 ranks: a model over two, two of those by data parallel; its state divided by ZeRO 3, then by stage 1."""
     given = options(

@@ -70,7 +70,7 @@ def test_options_add_no_conflict_and_no_local_memory():
         assert kernel.total.bank_conflicts == 0 and kernel.local_bytes == 0, name
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_split_keys_are_read_once_for_each_head(D):
     """By one program each piece; parts are written and read once, in fp32."""
     Tk, H, pieces = 1600, 2, 4
@@ -137,7 +137,9 @@ def beginning_anywhere(x, skipped):
     return whole[..., skipped : skipped + x.shape[-1]].copy_(x)
 
 
-@pytest.mark.parametrize("odd", ["k", "v", "kv", "q, dout"])
+@pytest.mark.parametrize(
+    "odd", ["v", "kv", *(pytest.param(odd, marks=pytest.mark.slow) for odd in ("k", "q, dout"))]
+)
 def test_operands_of_any_alignment(odd, device):
     """Of a loop's two streamed operands one alone, too: Triton 3.8 misplaces a fence if their loads differ."""
     operands = {n: torch.randn(1, 130, 2, 64).bfloat16() for n in ("q", "k", "v", "dout")}
@@ -149,7 +151,10 @@ def test_operands_of_any_alignment(odd, device):
     assert all(same_bits(a, b) for a, b in zip(found, expected))
 
 
-@pytest.mark.parametrize(("D", "Dv"), [(72, 64), (45, 64), (64, 45)])
+@pytest.mark.parametrize(
+    ("D", "Dv"),
+    [(72, 64), *(pytest.param(*d, marks=pytest.mark.slow) for d in ((45, 64), (64, 45)))],
+)
 def test_rows_of_any_length(D, Dv, device):
     """Zeros behind a head dim change no bit, wherever they come from."""
     operands = {n: torch.randn(1, 130, 1, D).bfloat16() for n in "qk"}

@@ -42,7 +42,13 @@ def test_usual_kernels_and_driver(arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_attention_moves_what_its_tiles_say(arch):
-    run(arch, "tests/vgpu/compiled_attention.py")
+    run(arch, "tests/vgpu/compiled_attention.py", "-m", "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_attention_of_any_alignment_and_head_dim(arch):
+    run(arch, "tests/vgpu/compiled_attention.py", "-m", "slow")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
