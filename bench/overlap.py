@@ -65,6 +65,25 @@ def model(options: argparse.Namespace) -> nn.Module:
     return nn.Sequential(*[m for layer in layers for m in (layer, nn.GELU())])
 
 
+def set_up(rounds: int) -> tuple[argparse.Namespace, torch.Tensor]:
+    """The options of the command, with a process group of one thread a rank; and this rank's batch."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--sleep-ms", type=float, default=0.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = 1 if options.sleep_ms else options.rows
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(rows, options.width, generator=generator)
+    return options, x.requires_grad_(
+        rows == 1
+    )  # a layer that sleeps has a backward only below some gradient
+
+
 def machine_cpu_s() -> float:
     """CPU time that this machine has spent, on whatever: the kernel's work for the network is no process's."""
     with open("/proc/stat") as file:
@@ -73,20 +92,7 @@ def machine_cpu_s() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--sleep-ms", type=float, default=0.0)
-    options = parser.parse_args()
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-
-    rows = 1 if options.sleep_ms else options.rows
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(rows, options.width, generator=generator).requires_grad_(rows == 1)
+    options, x = set_up(rounds=9)
     bare = model(options)
     theirs, ours = DistributedDataParallel(model(options)), DataParallel(model(options))
     rounded = DataParallel(model(options), wire_dtype="int8")

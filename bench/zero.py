@@ -11,7 +11,6 @@ with medians over the rounds of the slowest rank's time per step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -21,26 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import trainwright as tw
-from overlap import model
+from overlap import model, set_up
 from trainwright.parallel import DataParallel, Zero
 
 STEPS = 3  # in a row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sleep-ms", type=float, default=0.0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-
-    rows = 1 if options.sleep_ms else options.rows
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(rows, options.width, generator=generator).requires_grad_(rows == 1)
+    options, x = set_up(rounds=5)
     data_parallel = DataParallel(model(options))
     runs: dict[str, tuple[Any, Any]] = {
         "data_parallel": (
@@ -64,14 +51,14 @@ def main() -> None:
     for round_ in range(options.rounds + 1):
         for name, run in runs.items():
             dist.barrier()
-            begin = time.perf_counter()
+            started = time.perf_counter()
             train(*run)
             if round_ >= 1:
-                times[name].append((time.perf_counter() - begin) / STEPS)
+                times[name].append((time.perf_counter() - started) / STEPS)
         dist.barrier()
-        begin = time.perf_counter()
+        started = time.perf_counter()
         dist.all_reduce(gradients)
-        times["comm"].append(time.perf_counter() - begin)
+        times["comm"].append(time.perf_counter() - started)
     every: list[dict[str, list[float]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, times)
     slowest = {name: [max(t) for t in zip(*(e[name] for e in every))] for name in times}
